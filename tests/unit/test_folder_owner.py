@@ -126,7 +126,7 @@ def test_what_is_no_file_is_refused_and_neither_waited_for_nor_taken_for_free(
     elif kind == "folder":
         path.mkdir()
     else:
-        path.symlink_to({"device": "/dev/zero", "dangling link": "nowhere", "looping link": path}[kind])
+        path.symlink_to({"device": "/dev/zero", "dangling link": "nowhere", "looping link": str(path)}[kind])
     for call in (require_not_foreign, claim, hold_cache):
         with pytest.raises(ConfigError, match=f"{OWNER_FILE} cannot be read"):
             call(tmp_path, A, "--output_dir")

@@ -81,8 +81,31 @@ async def list_runs(arguments: argparse.Namespace) -> int:
 async def rm_runs(arguments: argparse.Namespace) -> int:
     """Delete each named run once its database and its folder have been named and the answer is yes."""
     for name in dict.fromkeys(arguments.run_name):
-        await _remove(_run_config(arguments, name), arguments)
+        run = _run_config(arguments, name)
+        if not await _remove_unfinished(run, arguments):
+            await _remove(run, arguments)
     return 0
+
+
+async def _remove_unfinished(run: RunConfig, arguments: argparse.Namespace) -> bool:
+    """Return whether the database holds what an import or a fork left, and no run; delete it if asked."""
+    from agentrl.store.admin.runs import RunAdmin
+    from agentrl.store.client import open_connection
+
+    connection = await open_connection(run)
+    try:
+        admin = RunAdmin(connection)
+        if not await admin.is_unfinished():
+            return False
+        what = f"the unfinished database {run.run_name} on MongoDB at {connection.host}"
+        if not arguments.yes and not await asyncio.to_thread(confirm, what):
+            print(f"{run.run_name} is kept")
+            return True
+        await admin.delete_unfinished()
+    finally:
+        await connection.close()
+    print(f"deleted {what}")
+    return True
 
 
 async def _remove(run: RunConfig, arguments: argparse.Namespace) -> None:

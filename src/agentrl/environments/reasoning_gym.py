@@ -194,7 +194,7 @@ def score_entry(
     a program, ConfigError without the package.
     """
     dataset = _dataset(entry["family"], entry["level"], entry["config"], 0)
-    if _evaluates(type(dataset)):
+    if _evaluates(dataset.__class__):
         own = (right, *(entry["metadata"].get(name) for name in _EVALUATED))
         if not all(_is_harmless(text) for text in own if isinstance(text, str)):
             raise ScorerError(f"family {entry['family']} would run what the task holds as a program")

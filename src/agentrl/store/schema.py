@@ -273,7 +273,7 @@ def unfinished(name: str, schema: Json) -> StoreError | None:
     if schema.get("importing"):
         return StoreError(
             f"run {name!r} is not whole: the import or the fork that makes it did not finish",
-            hint="repeat that command: it begins anew",
+            hint=f"repeat that command: it begins anew; or delete it: agentrl runs rm {name}",
         )
     return None
 

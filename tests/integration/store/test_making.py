@@ -12,6 +12,7 @@ from agentrl.documents.run import SCHEMA, Maker, ProcessIdentity
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.processes import identify
 from agentrl.store.admin.making import Making, make_run
+from agentrl.store.admin.runs import RunAdmin
 from agentrl.store.client import Store
 from agentrl.store.mechanics.connection import Connection
 
@@ -48,6 +49,22 @@ async def test_a_second_call_is_refused_while_the_first_lives(empty: Connection)
         async with make_run(empty):
             pytest.fail("a run is overwritten")
     assert await empty.collection("Run").find_one({}) == {"_id": SCHEMA, **RUN}
+    await empty.client.drop_database(NAME)
+
+
+async def test_what_nobody_makes_a_run_of_any_more_can_be_deleted(empty: Connection) -> None:
+    """Its archive, or its parent's checkpoint, may be gone; a process that lives is not disturbed."""
+    admin = RunAdmin(empty)
+    assert not await admin.is_unfinished()
+    await mark(empty, identify(os.getpid()), 60.0)
+    assert await admin.is_unfinished()
+    with pytest.raises(StoreError, match="another process makes run 'making_child'"):
+        await admin.delete_unfinished()
+    await empty.collection("Run").update_one({"_id": SCHEMA}, {"$unset": {"maker": ""}})
+    await admin.delete_unfinished()
+    assert NAME not in await empty.client.list_database_names()
+    await empty.collection("Run").insert_one({"_id": SCHEMA, "importing": True, "renaming": ["a", NAME]})
+    assert not await admin.is_unfinished()
     await empty.client.drop_database(NAME)
 
 

@@ -17,8 +17,10 @@ from loaded_tasks import load_tasks
 from test_run_admin import agentrl_runs
 
 from agentrl.config.schema import RunConfig, TaskConfig
+from agentrl.documents.base import now
 from agentrl.documents.run import PolicyVersion
-from agentrl.errors import ConfigError, RunMissingError, StoreError
+from agentrl.errors import ConfigError, LeaseLostError, RunMissingError, StoreError
+from agentrl.store.admin.runs import Rename
 from agentrl.store.client import Store, open_connection, open_existing, run_exists
 from agentrl.store.views.runs import Runs
 
@@ -149,13 +151,45 @@ async def test_a_killed_renaming_leaves_one_run_that_the_same_command_finishes(
     await renamed_whole(run_config, new, output, before)
 
 
+@pytest.mark.attack
+@pytest.mark.parametrize("place", ["_rewrite_paths", "_copy"])
+async def test_a_renaming_that_stood_still_takes_nothing_from_the_one_that_finished(
+    store: Store, run_config: RunConfig, new: RunConfig, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, place: str,
+) -> None:  # fmt: skip
+    output, before = await filled(store, run_config, tmp_path), await contents(run_config)
+    work, words = getattr(Rename, place), ("rename", run_config.run_name, new.run_name)
+
+    async def overtaken(*given: Any) -> None:
+        """A second call is refused, and finishes once the lease of the first has expired."""
+        await work(*given)
+        monkeypatch.setattr(Rename, place, work)
+        if place == "_rewrite_paths":
+            with pytest.raises(StoreError, match=f"another process makes run '{new.run_name}'"):
+                await agentrl_runs(run_config, *words)
+            lease = {"maker.process": None, "maker.lease_expires_at": now()}
+            schema = store.connection.client[new.run_name]["Run"]
+            await schema.update_one({"_id": "schema"}, {"$set": lease})
+        await agentrl_runs(run_config, *words)
+
+    monkeypatch.setattr(Rename, place, overtaken)
+    if place == "_rewrite_paths":
+        with pytest.raises(LeaseLostError, match="another process makes run"):
+            await agentrl_runs(run_config, *words)
+    else:
+        assert await agentrl_runs(run_config, *words) == 0
+    await renamed_whole(run_config, new, output, before)
+
+
 async def test_what_cannot_be_renamed_keeps_its_name(
-    store: Store, run_config: RunConfig, new: RunConfig, tmp_path: Path
+    store: Store, run_config: RunConfig, new: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output, words = await filled(store, run_config, tmp_path), ("rename", run_config.run_name)
     attempt = await store.trainer_lease.acquire("trainer-7", socket.gethostname(), os.getpid(), 60.0)
-    with pytest.raises(StoreError, match="is live: trainer trainer-7"):
-        await agentrl_runs(run_config, *words, new.run_name)
+    with monkeypatch.context() as patched:
+        patched.delattr(Rename, "_copy")  # its mark would end the trainer
+        with pytest.raises(StoreError, match="is live: trainer trainer-7"):
+            await agentrl_runs(run_config, *words, new.run_name)
     await store.trainer_lease.release(attempt)
     with pytest.raises(StoreError, match=f"has a database '{run_config.run_name}' already"):
         await agentrl_runs(run_config, *words, run_config.run_name)

@@ -9,14 +9,17 @@ import os
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from db_command import agentrl_db
+from pymongo import MongoClient
 
 from agentrl.cli import runs
 from agentrl.config.schema import RunConfig
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.errors import ConfigError, RunMissingError, StoreError
+from agentrl.store.admin import runs as admin_runs
 from agentrl.store.client import Store, open_existing, open_store, run_exists
 from agentrl.store.views.runs import Runs
 
@@ -107,6 +110,25 @@ async def test_rm_asks_and_deletes_the_database_and_the_folder(
     assert not await run_exists(run_config)
     with pytest.raises(RunMissingError):
         await agentrl_runs(run_config, *words)
+
+
+@pytest.mark.attack
+async def test_a_deletion_that_stood_still_leaves_a_new_run_of_the_name(
+    store: Store, run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await output_of(store, tmp_path / "output")
+    server = MongoClient[Any](str(run_config.db_connection_string))
+
+    def overtaken(folder: Path) -> None:
+        """Another call finishes the deletion, and a new run begins."""
+        server.drop_database(run_config.run_name)
+        server[run_config.run_name]["Run"].insert_one({"_id": "schema", "version": 1})
+
+    monkeypatch.setattr(admin_runs, "delete_folder", overtaken)
+    with pytest.raises(RunMissingError, match="deleted by another call"):
+        await agentrl_runs(run_config, "rm", run_config.run_name, "--folders", "--yes")
+    assert server[run_config.run_name]["Run"].count_documents({}) == 1
+    server.close()
 
 
 async def test_rm_refuses_folders_that_are_not_the_runs_alone(

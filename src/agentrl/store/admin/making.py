@@ -1,4 +1,4 @@
-"""Let one process at a time make a run in an empty database: an import or a fork.
+"""Let one process at a time make a run in an empty database: an import, a fork or a renaming.
 
 Two of them at once, or one that was stopped and goes on after another has finished, must not write into one
 database. Why not a transaction? A run is larger than one may be. The schema document is the mark: it says
@@ -63,14 +63,16 @@ class Making:
 
 
 @asynccontextmanager
-async def make_run(connection: Connection) -> AsyncIterator[Making]:
+async def make_run(connection: Connection, fields: Json | None = None) -> AsyncIterator[Making]:
     """Claim a database that is empty, or that an unfinished call left, and empty it.
+
+    The schema document has ``fields`` too while the run is made.
 
     A block that raises leaves it unfinished: the next call begins anew. Raises StoreError if it holds
     something else, or if the process that makes a run of it is alive.
     """
     maker = secrets.token_hex(16)
-    await _claim(connection, maker)
+    await _claim(connection, maker, fields or {})
     making = Making(connection, maker)
     try:
         async with renewed(making.renew, LEASE_SECONDS, f"the right to make run {connection.database.name}"):
@@ -84,7 +86,7 @@ async def make_run(connection: Connection) -> AsyncIterator[Making]:
             )
 
 
-async def _claim(connection: Connection, maker: str) -> None:
+async def _claim(connection: Connection, maker: str, fields: Json) -> None:
     runs, name = connection.collection(RUN), connection.database.name
     held = await runs.find_one({"_id": SCHEMA})
     listed = await connection.database.list_collection_names()
@@ -105,7 +107,7 @@ async def _claim(connection: Connection, maker: str) -> None:
         id=maker, host=socket.gethostname(), process=identify(os.getpid()),
         lease_expires_at=now() + timedelta(seconds=LEASE_SECONDS),
     )  # fmt: skip
-    mark = {"version": SCHEMA_VERSION, "importing": True, "maker": plain(own)}
+    mark = {**fields, "version": SCHEMA_VERSION, "importing": True, "maker": plain(own)}
     try:
         if held is None:
             await runs.insert_one({"_id": SCHEMA, **mark})

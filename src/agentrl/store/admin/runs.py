@@ -21,6 +21,7 @@ from agentrl.documents.family import PARENT
 from agentrl.documents.run import FLAGS, REMARKS, SCHEMA, RunFact, flags_key
 from agentrl.errors import AgentRLError, ConfigError, RunMissingError, StoreError
 from agentrl.folder_owner import hand_over, require_alone
+from agentrl.store.admin.making import make_run
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.ancestry import Ancestry
 from agentrl.store.client import open_connection
@@ -129,6 +130,7 @@ class RunAdmin(Repository):
         except StoreError:
             await facts.update_one({"_id": SCHEMA}, {"$unset": {"deleting": ""}})
             raise
+        await self._require_deleting()
         if folder is not None:
             try:
                 await asyncio.to_thread(delete_folder, folder)
@@ -137,9 +139,30 @@ class RunAdmin(Repository):
                     f"{folder} cannot be deleted: {error.strerror}; the database is kept",
                     hint="delete the folder by hand, and repeat this command",
                 ) from error
+            await self._require_deleting()
         await self._connection.client.drop_database(name)
         if parent is not None:  # a note without a run is harmless, and a run without a note is not
             await Ancestry(self._connection.beside(parent.run)).release(name)
+
+    async def _require_deleting(self) -> None:
+        """Raise RunMissingError if another call has deleted the run: one of its name may be a new run."""
+        if await self._collection(RUN).find_one({"_id": SCHEMA, "deleting": True}) is None:
+            raise RunMissingError(
+                f"run {self._connection.database.name!r} has been deleted by another call",
+                hint="agentrl runs lists the runs",
+            )
+
+    @database_call
+    async def is_unfinished(self) -> bool:
+        """Return whether the database holds what an import or a fork left, and no run."""
+        schema = await self._collection(RUN).find_one({"_id": SCHEMA}) or {}
+        return bool(schema.get("importing")) and "renaming" not in schema
+
+    @database_call
+    async def delete_unfinished(self) -> None:
+        """Drop such a database. Raises StoreError if the process that makes a run of it lives."""
+        async with make_run(self._connection) as making:
+            await making.drop()
 
     @database_call
     async def remarks(self) -> RunFact:
@@ -229,6 +252,7 @@ class Rename(Repository):
         if here:
             if not (begun := here.get("renaming") == self._names):
                 await holds_run(self._old)
+                await RunAdmin(self._connection).require_ended(alive_seconds)  # the mark ends live processes
                 await Ancestry(self._connection).require_childless("renamed")
                 await self._require_free(there)
             moves = await self._moves(begun=begun)
@@ -238,7 +262,8 @@ class Rename(Repository):
         of_parent = None if parent is None else Ancestry(self._connection.beside(parent.run))
         if parent is not None and of_parent is not None:
             await of_parent.adopt(self._names[1], parent)
-        await self._connection.client.drop_database(self._names[0])
+        if (await self._mark(self._old)).get("renaming") == self._names:  # else it is gone, or another run
+            await self._connection.client.drop_database(self._names[0])
         if of_parent is not None:
             await of_parent.release(self._names[0])
         await self._new[RUN].update_one({"_id": SCHEMA}, {"$unset": {"renaming": ""}})
@@ -256,30 +281,32 @@ class Rename(Repository):
             )
 
     async def _copy(self, moves: Moves, alive_seconds: float) -> None:
-        """Make the new database whole; without success both databases and folders are as before."""
+        """Make the new database whole; without success both databases and folders are as before.
+
+        One process at a time does; one that stood still until another had finished changes nothing.
+        """
         old, new = self._old, self._new
-        owner = await Settings(self._connection).owner(makes=False)
-        await old.client.drop_database(new.name)
-        schema = await self._mark(old)
-        mark = {**schema, "importing": True, "renaming": self._names}
-        await new[RUN].insert_one(mark)
-        await prepare(old)  # an older build of this schema version may not know the mark
-        await old[RUN].update_one({"_id": SCHEMA}, {"$set": {"renaming": self._names}})
-        try:
-            await asyncio.sleep(SETTLE_SECONDS)
-            await RunAdmin(self._connection).require_ended(alive_seconds)
-            await prepare(new)
-            await new[GATE].delete_many({})  # the run brings its own
-            await Transfer(self._connection, on_documents=self._on_documents).copy(new)
-            await self._rewrite_paths(moves)
-            _move(moves, self._names[1], owner.id)
-        except Exception:
-            with contextlib.suppress(StoreError, OSError):
-                _move([(after, before) for before, after in moves], old.name, owner.id)
-            await old.client.drop_database(new.name)
-            await old[RUN].update_one({"_id": SCHEMA}, {"$unset": {"renaming": ""}})
-            raise
-        await new[RUN].update_one({"_id": SCHEMA}, {"$unset": {"importing": ""}})
+        owner, schema = await Settings(self._connection).owner(makes=False), await self._mark(old)
+        mark: Json = {"renaming": self._names}
+        async with make_run(self._connection.beside(new.name), mark) as making:
+            await prepare(old)  # an older build of this schema version may not know the mark
+            await old[RUN].update_one({"_id": SCHEMA}, {"$set": mark})
+            try:
+                await asyncio.sleep(SETTLE_SECONDS)
+                await RunAdmin(self._connection).require_ended(alive_seconds)
+                await prepare(new)
+                await new[GATE].delete_many({})  # the run brings its own
+                await Transfer(self._connection, on_documents=self._on_documents).copy(new)
+                await self._rewrite_paths(moves)
+                await making.renew()
+                _move(moves, self._names[1], owner.id)
+            except Exception:
+                if await making.drop():
+                    with contextlib.suppress(StoreError, OSError):
+                        _move([(after, before) for before, after in moves], old.name, owner.id)
+                    await old[RUN].update_one({"_id": SCHEMA}, {"$unset": {"renaming": ""}})
+                raise
+            await making.finish({**schema, **mark})
 
     async def _moves(self, *, begun: bool) -> Moves:
         """Return the run's folders. Raises ConfigError if one is not the run's alone, or a new one exists."""
