@@ -39,7 +39,7 @@ def _by_advantage(flags: Flags) -> bool:
 
 
 def _is_trained_again(flags: Flags) -> bool:
-    """Return whether data can be young enough for a second training, one step later or more."""
+    """Return whether data can be trained again a step later without being too stale."""
     staleness = 0 if flags["sync_sampling"] else flags["max_staleness"]
     return bool(flags["staleness_policy"] == "decay" or max(1, flags["retrained_interval"]) <= staleness)
 
