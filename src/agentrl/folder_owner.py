@@ -87,11 +87,11 @@ def read_owner(folder: Path) -> Owner | None:
 
 
 def _read(path: Path) -> bytes:
-    """Return the first ``_MOST_BYTES`` of a file. Raises OSError for what is no file."""
+    """Return the first ``_MOST_BYTES`` of a file. Raises OSError if it is not a file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is no file")
+            raise OSError(errno.EINVAL, "it is not a file")
         return os.read(descriptor, _MOST_BYTES)
     finally:
         os.close(descriptor)

@@ -79,7 +79,7 @@ def file_name(path: str) -> str:
 
 
 def names_outside(names: Iterable[str]) -> frozenset[str]:
-    """Return those of ``names`` that need a permission: all but what is built in."""
+    """Return the ``names`` that need a permission: all except what is built in."""
     return frozenset(name for name in names if any(mark in name for mark in ":(/"))
 
 

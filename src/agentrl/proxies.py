@@ -52,7 +52,7 @@ class ProxiedTransport(httpx2.AsyncBaseTransport):
     """Sends each request directly or through the proxy of its URL, also after a redirect."""
 
     def __init__(self, **options: Any) -> None:
-        """``options`` are those of ``httpx2.AsyncHTTPTransport``: ``limits``, ``verify``."""
+        """``options`` go to ``httpx2.AsyncHTTPTransport``: ``limits``, ``verify``."""
         self._options = options
         self._transports: dict[str | None, httpx2.AsyncHTTPTransport] = {}
 

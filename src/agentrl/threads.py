@@ -107,7 +107,7 @@ class Threads:
 
     @contextmanager
     def asyncios(self) -> Iterator[None]:
-        """Run here what the block gives to asyncio's default executor, such as LangGraph's functions."""
+        """Run here what the block submits to asyncio's default executor, such as LangGraph's functions."""
         loop = asyncio.get_running_loop()
         if loop not in _prepared:
             loop.set_default_executor(_DefaultExecutor())

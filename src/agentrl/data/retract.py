@@ -32,7 +32,7 @@ async def delete_withdrawn(
     attempt: int | None = None,
     on_group: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Delete everything that tombstones list, but for images; ``finish_withdrawn`` comes after it.
+    """Delete everything that tombstones list except images; call ``finish_withdrawn`` afterwards.
 
     A call that is killed is finished by the next. ``attempt`` is that of the trainer's lease, which the
     caller holds; ``on_group`` is called with 1 after each group. Raises ConfigError or GroupError, with what

@@ -270,7 +270,7 @@ class ContextParallel:
     def logprobs(
         self, hidden: Tensor, head: OutputHead, forest: TokenForest, options: ForwardOptions
     ) -> tuple[Tensor, ...]:
-        """Return what ``forest_logprobs`` does of all trainable tokens.
+        """Return the logprobs of all trainable tokens, as ``forest_logprobs`` does.
 
         ``hidden`` [n, H] are this rank's. Gradients flow to its own tokens only; FSDP2 sums them over ranks.
         """

@@ -93,7 +93,7 @@ class Rows:
     """Some rows of this rank's part of a parameter; a row lies along the last dimension."""
 
     places: Tensor
-    """Their numbers, if the part is seen as a matrix of rows."""
+    """Row numbers, with the part viewed as a matrix."""
     values: Tensor
 
     def of(self, part: Tensor) -> Tensor:

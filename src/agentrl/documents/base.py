@@ -127,6 +127,8 @@ def _decoder(hint: Any) -> Decode | None:
         return _decoder(inner[0]) if len(inner) == 1 else None
     if origin in (tuple, list):
         return _sequence_decoder(origin, _decoder(get_args(hint)[0]))
+    if origin is dict:
+        return _mapping
     if isinstance(hint, type):
         if issubclass(hint, Document):
             return hint.from_document
@@ -141,6 +143,12 @@ def _sequence_decoder(make: Callable[[Iterable[Any]], Any], decode: Decode | Non
     if decode is None:
         return make
     return lambda items: make([None if item is None else decode(item) for item in items])
+
+
+def _mapping(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise TypeError(f"{str(value)[:80]!r} is not an object")
+    return value
 
 
 def _with_time_zone(value: Any) -> Any:

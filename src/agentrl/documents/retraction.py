@@ -58,7 +58,7 @@ class Retraction(Root):
     """Images that the withdrawn documents named and that are not looked at yet."""
     at: datetime = field(default_factory=now)
     deleted_at: datetime | None = None
-    """When the run held none of it any more, images apart; None: a trainer would still read some of it."""
+    """When the run held nothing of it any more except images; None: a trainer would still read some of it."""
     finished_at: datetime | None = None
     """When nothing was left to delete; None: the next call goes on."""
 

@@ -176,7 +176,7 @@ def read_plain(path: Path) -> str:
 
 
 def _name(value: object) -> str:
-    """Return a name; empty for a list or object, which YAML's aliases may make gigabytes of text."""
+    """Return a name; empty for a list or object: YAML aliases can expand one to gigabytes of text."""
     return str(value) if isinstance(value, (str, int, float)) else ""
 
 

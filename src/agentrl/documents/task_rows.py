@@ -343,7 +343,7 @@ class TaskRows:
     columns: Mapping[str, str] = field(default_factory=dict)
     """Field of the task → column of the row, or the path to it with dots."""
     constants: Mapping[str, str | None] = field(default_factory=dict)
-    """Field of the task → its value in every row; None leaves it out, and what the row has in ``meta``."""
+    """Field of the task → its value in every row; None leaves it out (a column goes to ``meta``)."""
 
     @classmethod
     def parse(cls, preset: str, fields: str) -> TaskRows:

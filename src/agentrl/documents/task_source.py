@@ -99,7 +99,9 @@ class TaskSource:
         first = self._file.read(_CHUNK)
         while first and not first.strip():
             first = self._file.read(_CHUNK)
-        self._is_list = self._places is None and first.lstrip().startswith(b"[")
+        line, _, rest = first.lstrip().partition(b"\n")
+        rows_are_lists = rest.lstrip().startswith(b"[") and isinstance(_parsed(line), list)  # ORZ as JSONL
+        self._is_list = self._places is None and line.startswith(b"[") and not rows_are_lists
         items = self._list_items() if self._is_list else self._lines()
         bad = {} if self._places is None else self._places.bad
         for number, item in enumerate(items):

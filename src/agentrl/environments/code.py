@@ -49,7 +49,7 @@ class Code(Environment):
 
     @classmethod
     def names(cls, task: Task) -> list[str]:
-        """Return what the task's sandbox has beside limits."""
+        """Return the names that the task's sandbox needs permission for."""
         return sandbox_names(task.meta.get("sandbox"))
 
     async def setup(self) -> None:

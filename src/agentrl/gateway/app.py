@@ -238,7 +238,7 @@ class GatewayApp:
         return json_response({"input_tokens": await self.answerer.prompts.count_tokens(caller.claim, asked)})
 
     async def _reward(self, request: Request) -> Response:
-        """Store a reward. Its key is another one than that of the URL, which the scored program has."""
+        """Store a reward. Its key differs from the URL's, because the scored program knows that one."""
         store = self.answerer.store
 
         async def answer() -> Response:

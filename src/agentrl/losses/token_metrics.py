@@ -20,7 +20,7 @@ _SUMS = (
     "tokens", "ratio_max", "clip_ratio_max", "clipped", "masked", "capped", "extreme", "kl_k1", "kl_k3",
     "entropy", "ratio", "ratio_squared", "kl_reference", "taught", "kl_teacher",
 )  # fmt: skip
-"""What ``measure`` returns; NaN: that of a reference model or of a teacher that is not there."""
+"""Names of what ``measure`` returns; NaN without the reference model or the teacher that a sum needs."""
 _MAXIMA = ("ratio_max", "clip_ratio_max")
 
 

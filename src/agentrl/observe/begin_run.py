@@ -87,7 +87,7 @@ async def begin_model(store: Store, folder: str | Path | None, role: str) -> Non
 
 
 async def begin_files(store: Store, model: ModelConfig) -> None:
-    """Store the SHA-256 of the base's and the reference's files; ConfigError if they are other ones now.
+    """Store the SHA-256 of the base's and the reference's files; ConfigError if they have changed since.
 
     A run that was last trained before they were stored is compared with its version 0, the base in place.
     """
@@ -107,5 +107,5 @@ async def begin_files(store: Store, model: ModelConfig) -> None:
 
 
 def _listed(model: str, files: Mapping[str, str]) -> dict[str, Any]:
-    """Return the SHA-256 of each file of a model as a setting, and which files there are as one more."""
+    """Return the SHA-256 of each file of a model as a setting, and the list of files as another."""
     return {model: sorted(files), **{f"{model}/{name}": digest for name, digest in files.items()}}

@@ -63,7 +63,7 @@ def program_of(answer: str) -> str:
 
 
 def names_in_answer(answer: Any) -> list[str]:
-    """Return what the sandbox in a task's answer has beside limits; none if it holds no tests."""
+    """Return the names that the sandbox in a task's answer needs permission for; none without tests."""
     try:
         return sandbox_names(_given(answer)[1])
     except ScorerError:

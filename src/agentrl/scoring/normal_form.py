@@ -44,7 +44,7 @@ _TEX = (
     (re.compile(r"_(\d+)(?![\w.])"), r"_{\1}"),
     (re.compile(r"\\degree(?![A-Za-z])\s*"), "°"),
 )
-"""What TeX writes for the looks: (pattern, replacement)."""
+"""TeX that changes only the layout: (pattern, replacement)."""
 _TEX_TEXT = re.compile(r"\\(?:text(?:normal|rm|bf|it|sf|tt)?|mathrm|mbox)\s*\{([^{}]*)\}")
 _DEEPEST = 4
 """Levels of ``\\text{…}`` inside each other that are opened."""

@@ -50,7 +50,7 @@ class ToolNames:
             self.offered(server, tool)
 
     def offered(self, server: str, tool: str) -> str:
-        """Return the name that the model sees; that of a tool which a server has added since, too."""
+        """Return the name that the model sees, also for a tool that a server has added since."""
         key = (server, tool)
         if key not in self._offered:
             name = plain = self._plain(server, tool)

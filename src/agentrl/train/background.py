@@ -93,7 +93,7 @@ class RankWriter:
         )
         """Of what engines load."""
         self.share: float | None = None
-        """Share of what training has changed that is in the newest copy of ``model``; None if unknown."""
+        """Share of the change by training that the newest copy of ``model`` has; None if unknown."""
         self._published_share = PublishedShare(policy)
         self._adapter = None if policy.adapter is None else _adapter_alone(policy.adapter)
         self._held: dict[int, Snapshot] = {}

@@ -1,4 +1,4 @@
-"""Measure which share of what a run has changed is in the weights that it publishes."""
+"""Measure which share of the change by training is in the published weights."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 LEAST_SHARE = 0.9
-"""Least share of what training has changed in published weights; below it, sampler and trainer differ."""
+"""Least share of the change by training in published weights; below it, sampler and trainer differ."""
 WRITE_SECONDS = 3600.0
 """How long training waits for a version or a checkpoint in flight; a dead disk ends it."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0

@@ -256,7 +256,7 @@ class _Call:
             yield lease
 
     def report(self, waiting: int, archives: Sequence[str]) -> Iterator[str]:
-        """Yield what was done and what to do next; ``waiting`` images and ``archives`` are left."""
+        """Yield what was done and what to do next; ``waiting`` images and ``archives`` are left to clean."""
         run = self.configs[RunConfig]
         yield (
             f"{run.run_name}: withdrawn; only tombstones are left: agentrl db check --run_name {run.run_name}"

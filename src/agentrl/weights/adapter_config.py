@@ -23,7 +23,7 @@ _WITHOUT_EFFECT = frozenset(
     ("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision",
      "inference_mode", "lora_dropout", "megatron_core", "qalora_group_size", "eva_config")
 )  # fmt: skip
-"""On what a stored adapter computes; the last three say something only beside a setting that is refused."""
+"""Fields without effect on a stored adapter; the last three have one only with a setting that is refused."""
 _UNSET: tuple[Any, ...] = (None, False, "none", {}, [])
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Initializations that leave the base model's weights as they are. The others, such as PiSSA, change them."""

@@ -39,7 +39,7 @@ class LayerDifference:
 
 @dataclass
 class Rounding:
-    """Sums over weights that this rank holds: Δ², and Δ times what is left of it after rounding."""
+    """Sums over this rank's weights: Δ², and Δ times the change that is left after rounding."""
 
     whole: float = 0.0
     kept: float = 0.0
@@ -54,7 +54,7 @@ class Rounding:
         self.kept += times * float((delta * written).sum(dtype=torch.float64))
 
     def take_share(self) -> float | None:
-        """Return the share of Δ that survived on all ranks, about 0 to 1, and start again; None without a Δ.
+        """Return the share of Δ that is left on all ranks, about 0 to 1, and reset; None without a Δ.
 
         Every rank calls it.
         """

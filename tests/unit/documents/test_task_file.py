@@ -110,6 +110,18 @@ def test_json_list_reports_the_line_of_an_item(tmp_path: Path) -> None:
         read_tasks(path)
 
 
+@pytest.mark.parametrize(
+    ("before", "between", "behind"), [("", "\n", "\n"), ("[", ",\n", "]"), ("[\n", ",", "]\n")]
+)
+def test_rows_that_are_lists_stand_on_lines_or_in_a_list(
+    tmp_path: Path, before: str, between: str, behind: str
+) -> None:
+    turns = [{"from": "human", "value": "1+1?"}, {"from": "assistant", "ground_truth": {"value": "2"}}]
+    file = tmp_path / "orz.json"
+    file.write_text(before + between.join([json.dumps(turns)] * 2) + behind)
+    assert [task.answer for task in read_tasks(file).tasks] == ["2", "2"]
+
+
 def test_order_is_shuffled_by_seed(tmp_path: Path) -> None:
     path = write(tmp_path, *({"id": number, "query": "?"} for number in range(20)))
 

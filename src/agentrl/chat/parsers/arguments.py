@@ -96,7 +96,7 @@ def _first_conversion(text: str, decoded: Any, types: set[str]) -> Any:
 
 
 def _is_written(value: Any, text: str) -> bool:
-    """Return whether ``text`` is how JSON or Python writes ``value``; of a list or object, up to its spaces.
+    """Return whether ``text`` is ``value`` as JSON or Python writes it, up to spaces in lists and objects.
 
     If not, the conversion loses something, such as the leading zero of a postal code.
     """

@@ -25,7 +25,7 @@ from agentrl.chat.parsers.marked import Block, MarkedParser
 _MARKS = re.compile(r"<\|(start|channel|constrain|message|end|call|return)\|>")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _CALL_HEADER = re.compile(r"<constrain>|functions\.")
-"""What only the header of a call holds, also of one whose recipient or channel cannot be read."""
+"""A mark that only the header of a call has, even if its recipient or channel cannot be read."""
 
 
 @tool_call_parser("gpt_oss", "harmony", "openai")

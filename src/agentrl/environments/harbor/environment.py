@@ -154,7 +154,7 @@ class Harbor(Environment):
         )  # fmt: skip
 
     async def reward(self) -> float:
-        """Run the tests. What an agent leaves so that they give no reward scores 0.
+        """Run the tests. If an agent's changes keep them from giving a reward, the score is 0.
 
         Tests that give none in an untouched container either are the task's fault: TaskEnvironmentError.
         """

@@ -32,7 +32,7 @@ _READ: Final = (
     TASK_FILE, "instruction.md", "trajectory.json", "tests", "tests/test.sh", "tests/Dockerfile",
     "environment", "environment/Dockerfile", "solution", "solution/solve.sh",
 )  # fmt: skip
-"""What is read on this machine; links elsewhere are read in the container, if at all."""
+"""Files that are read on this machine; a link elsewhere is read in the container, if at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def read_task_folder(folder: Path) -> HarborTask:
 
 
 def _require_own_files(folder: Path) -> None:
-    """Raise BadTaskError if what is read here is a link out of the task, or if a text of it is too long."""
+    """Raise BadTaskError if a file that is read here links out of the task, or if a text is too long."""
     for name in _READ:
         path = folder / name
         if not lies_in(path, folder):

@@ -30,7 +30,7 @@ _SYSTEM: Final = (
 )
 _BUNDLE: Final = (b"# v2 git bundle", b"# v3 git bundle")
 _MOST_FILES: Final = 200_000
-"""Of all tasks of a bundle together, which may have ``MOST_BYTES``, as one task may."""
+"""Most files of a whole bundle. Its tasks together may have ``MOST_BYTES``, as one task may."""
 _OLD_FORMAT: Final = "task.yaml"
 
 

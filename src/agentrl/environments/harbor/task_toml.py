@@ -25,7 +25,7 @@ Network = Literal["public", "no-network", "allowlist"]
 
 _SIZE: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,12})?)\s*([GMK])", re.IGNORECASE)
 _MOST_DOTS: Final = 512
-"""In a line: the reader of TOML needs quadratic time for a key of many parts."""
+"""Most dots of a line: the TOML reader takes quadratic time for a key with many parts."""
 _UNITS: Final = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
 
 

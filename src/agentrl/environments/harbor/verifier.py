@@ -27,7 +27,7 @@ SHOWN_BYTES: Final = 64 << 10
 _LOG_BYTES: Final = 64 << 20
 """Largest archive of the logs that is read."""
 UNREADABLE: Final = (tarfile.TarError, OSError, ValueError, OverflowError)
-"""What reading an archive raises that the container's own tar wrote, which an agent may have replaced."""
+"""Errors of reading an archive from the container's own tar, which an agent may have replaced."""
 _FILE_BYTES, _FILES_BYTES = 32 << 10, 256 << 10
 """Bytes that are kept of one file of the logs, and of all."""
 

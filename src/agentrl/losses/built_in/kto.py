@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_weights(settings: LossSettings) -> None:
-    """Raise ConfigError for weights that train nothing, and as ``check_whole_trajectories`` does."""
+    """Raise ConfigError if both weights are 0, and as ``check_whole_trajectories`` does."""
     check_whole_trajectories(settings)
     require(
         settings.kto_desirable_weight + settings.kto_undesirable_weight > 0,

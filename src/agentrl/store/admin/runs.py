@@ -18,7 +18,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.base import replace_surrogates
 from agentrl.documents.checkpoint import state_files
 from agentrl.documents.family import PARENT
-from agentrl.documents.run import FLAGS, REMARKS, SCHEMA, RunFact, flags_key
+from agentrl.documents.run import FLAGS, REMARKS, SCHEMA, RunFact, RunSettings, flags_key
 from agentrl.errors import AgentRLError, ConfigError, RunMissingError, StoreError
 from agentrl.folder_owner import hand_over, require_alone
 from agentrl.store.admin.making import make_run
@@ -90,8 +90,9 @@ class RunAdmin(Repository):
         weights that the run published, and one that another run of the server has too.
         """
         database = self._connection.database
-        stored: Json = await self._collection(SETTINGS).find_one({"_id": flags_key("train")}) or {}
-        given = str(stored.get("values", {}).get("output_dir") or f"output/{database.name}")
+        stored = await self._collection(SETTINGS).find_one({"_id": flags_key("train")})
+        flags = {} if stored is None else RunSettings.from_document(stored).values
+        given = str(flags.get("output_dir") or f"output/{database.name}")
         newest = await self._collection(VERSION).find_one(await own_versions(database), sort=[("_id", -1)])
         try:
             folder = _output_at(Path(given), None if newest is None else newest["location"], verb)

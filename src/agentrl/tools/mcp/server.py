@@ -101,7 +101,7 @@ class McpServer(ToolServer, ABC):
 
     @property
     def is_remote(self) -> bool:
-        """Return whether the server is behind HTTP: no trajectory's process."""
+        """Return whether the server is behind HTTP rather than a process of the trajectory."""
         return isinstance(self._spec, HttpSpec)
 
     def session_lost(self, why: str) -> SessionLostError:

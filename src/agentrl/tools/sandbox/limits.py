@@ -72,7 +72,7 @@ class SandboxConfig(SandboxLimits):
 
 
 def sandbox_names(config: Any) -> list[str]:
-    """Return what data must be allowed to name if a task's ``config`` of its sandbox has more than limits.
+    """Return the name that a sandbox's ``config`` needs permission for; none if it sets limits alone.
 
     Isolation, image, interpreter and visible folders decide what a program reaches: they are one name.
     """

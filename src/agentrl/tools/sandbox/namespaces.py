@@ -191,7 +191,7 @@ def _build_root(job: Job, user: int | None) -> None:
 
 
 def limit_kernel_objects(proc: str) -> None:
-    """Let this user namespace have no other below it, and few of what the host counts by user."""
+    """Forbid nested user namespaces, and limit the resources that the host counts by user."""
     for name, most in (("user_namespaces", 0), ("inotify_instances", 16), ("inotify_watches", 4096)):
         with contextlib.suppress(OSError):
             write_text(f"{proc}/sys/user/max_{name}", str(most))

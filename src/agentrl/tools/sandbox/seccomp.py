@@ -34,7 +34,7 @@ _SIGNALS: Final = {
 }  # fmt: skip
 """Denied where no process namespace hides the other processes of the user."""
 _SHARED: Final = {"flock": (73, 32), "fanotify_init": (300, 262), "inotify_init1": (294, 26)}
-"""Without namespaces they would lock the host's files, or use up what it counts by user."""
+"""Without namespaces they would lock the host's files, or use up resources that it counts by user."""
 _AT_LIMIT: Final = {"flock": errno.ENOLCK, "fanotify_init": errno.EMFILE, "inotify_init1": errno.EMFILE}
 _CHECKED: Final = {
     "clone": (56, 220), "clone3": (435, 435), "prlimit64": (302, 261), "socket": (41, 198),
