@@ -147,8 +147,8 @@ def _copy(subparsers: Any) -> None:
     load.add_argument("folder", metavar="DIR", help="a folder that `agentrl db export` wrote")
     load.add_argument(
         "--allow_modules", action="store_true",
-        help="keep its list of code, servers and files that samplers use, and flags that name code: only for a"
-        " folder that you trust",
+        help="keep its list of code, servers and files that samplers use, and flags that name code: only for"
+        " a folder that you trust",
     )  # fmt: skip
     load.set_defaults(handler=import_run)
 
