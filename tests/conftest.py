@@ -107,9 +107,11 @@ def leases_expire_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def log_writers_end_with_their_test() -> Iterator[None]:
-    """Remove the log writer that a command installed in this process: its stream is closed with the test."""
-    yield
+    """Undo what a command set up in this process: its stream is closed with the test."""
     root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
     for handler in [handler for handler in root.handlers if isinstance(handler, LogWriter)]:
         root.removeHandler(handler)
         handler.close()

@@ -67,6 +67,8 @@ class Case:
     """The fields of ``Layout``."""
     rank: int = 0
     checkpointing: str = "full"
+    offload: bool = False
+    """Whether the host's memory keeps what checkpointing saves."""
     layers: int = 0
     """Of a model in ``LARGE``, from which few are run and the others extrapolated."""
     planned: bool = False
@@ -118,7 +120,7 @@ def step_spec(case: Case, layers: int = 0) -> StepSpec:
         trained_tokens=TRAINED,  # more would be more chunks of logits, one after the other
         micro_batches=BATCHES,
         checkpointing=case.checkpointing,  # type: ignore[arg-type]
-        memory=MemoryConfig(gradient_reduction="every"),
+        memory=MemoryConfig(gradient_reduction="every", activation_offload=case.offload),
         optim=OptimConfig(freeze=frozen),
         adapter=AdapterConfig(lora_rank=RANK if case.model == "lora" else 0),
         loss=LossConfig(kl_coef=0.1 if case.model == "reference" else 0.0),

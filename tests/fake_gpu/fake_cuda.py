@@ -128,6 +128,8 @@ class Recorder(TorchDispatchMode):
         """Reads of a CUDA value by the host, by "file function"."""
         self.mixed: Counter[str] = Counter()
         """Operations on tensors of several devices, by "operation function"."""
+        self.moved: Counter[str] = Counter()
+        """Bytes that are copied from the device to the host, by dtype."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -151,6 +153,8 @@ class Recorder(TorchDispatchMode):
             self.products[f"{name} {_name(operand)} {_caller()}"] += 1
         elif tensors and tensors[0].device.type == "cuda" and _reads(name, tensors):
             self.reads[_caller()] += 1
+        if name == "aten::copy_" and [tensor.device.type for tensor in tensors] == ["cpu", "cuda"]:
+            self.moved[_name(tensors[1])] += tensors[1].nbytes
         if len(devices) > 1 and name not in _COPIES:
             self.mixed[f"{name} {_caller()}"] += 1
 

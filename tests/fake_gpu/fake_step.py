@@ -58,7 +58,7 @@ class Measured:
             "peak": peak.total, "parts": dict(peak.parts), "phase": peak.phase,
             "planned": planned_memory(spec, layout).peak if planned else None,
             **{name: dict(getattr(self.recorder, name)) for name in ("calls", "bytes", "products", "reads")},
-            "mixed": dict(self.recorder.mixed),
+            **{name: dict(getattr(self.recorder, name)) for name in ("mixed", "moved")},
         }  # fmt: skip
 
 

@@ -213,7 +213,7 @@ def build_model(spec: StepSpec) -> Any:
     disable_dropout(model)
     if spec.adapter.lora_rank:
         add_adapter(model, spec.adapter, Path(), None)
-    enable_checkpointing(model, spec.checkpointing)
+    enable_checkpointing(model, spec.checkpointing, offload=spec.memory.activation_offload)
     freeze(model, spec.optim.freeze)
     return model.train()
 

@@ -1,4 +1,4 @@
-"""A trainer leaves its GPU and comes back, with sharded weights, moments and a reference model."""
+"""What moves to the host: a trainer that leaves its GPU and comes back, and the inputs of layers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from fake_gpu.cases import BATCHES, HIDDEN, LAYERS, LAYOUTS, TOKENS, Case
+from fake_gpu.conftest import Steps
 
 pytestmark = [pytest.mark.fake_gpu, pytest.mark.timeout(300)]
 
@@ -27,3 +31,15 @@ def test_the_trainer_moves_to_the_host_and_back(guard: Path) -> None:
     assert found["on the host"] < 1000  # the step counts of AdamW
     assert found["trained"] > 5 * 2**20
     assert found["trained"] == found["back"] == found["trained again"]
+
+
+def test_split_layers_keep_their_inputs_on_the_host(run_steps: Steps) -> None:
+    """It changes no exchange between GPUs and adds no wait of the host."""
+    layout = LAYOUTS[8]["tp×cp"]
+    kept, moved = run_steps(
+        [Case(model="dense", layout=layout, offload=offload) for offload in (False, True)]
+    )
+    assert (moved["calls"], moved["bytes"], moved["reads"]) == (kept["calls"], kept["bytes"], kept["reads"])
+    assert not kept["moved"]
+    inputs = LAYERS * BATCHES * TOKENS // layout["cp"] * HIDDEN * torch.bfloat16.itemsize
+    assert moved["moved"]["bfloat16"] >= inputs

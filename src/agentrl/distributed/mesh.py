@@ -91,7 +91,7 @@ def plan_layout(config: TrainConfig, world: int) -> Layout:
 
 
 def check_flags(layout: Layout, adapter: AdapterConfig, memory: MemoryConfig) -> None:
-    """Raise ConfigError for flags that work in one process, or on layers that FSDP2 shards, alone."""
+    """Raise ConfigError for flags that work on layers that FSDP2 shards alone."""
     sizes = [
         f"--{name}_size {getattr(layout, name)}" for name in ("tp", "pp", "ep") if getattr(layout, name) > 1
     ]
@@ -103,11 +103,6 @@ def check_flags(layout: Layout, adapter: AdapterConfig, memory: MemoryConfig) ->
                 hint="set these sizes to 1: FSDP2 shards the layers over those processes too; or leave out"
                 f" --{flag}",
             )
-    if memory.activation_offload and layout.world > 1:
-        raise ConfigError(
-            "--activation_offload true: it has not been tested in several processes",
-            hint="leave it out, or train in one process",
-        )
 
 
 @dataclass(frozen=True)

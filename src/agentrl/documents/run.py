@@ -76,6 +76,8 @@ class RunFact(Root):
 
     id: str
     version: int | None = None
+    made_at: datetime | None = None
+    """Tells the run from an earlier one of its name."""
     importing: bool | None = None
     """True during an import or a fork, and while a renamed run is copied."""
     maker: Maker | None = None

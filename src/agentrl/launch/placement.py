@@ -17,7 +17,6 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import (
     EngineConfig,
     EvaluationConfig,
-    MemoryConfig,
     ModelConfig,
     PlacementConfig,
     TrainConfig,
@@ -81,7 +80,6 @@ class Need:
         reasons = {
             "CUDA gives a process one MIG instance": gpus.are_mig,
             "images are trained in one process": has_images,
-            "--activation_offload needs one process": configs[MemoryConfig].activation_offload,
         }
         return cls(
             trains=trains,

@@ -159,8 +159,8 @@ async def open_store(run: RunConfig) -> Store:
     """
     async with _connected(run, "preparing the database") as connection:
         await connection.call(lambda: _check_name(connection), "looking for the run")
-        await connection.call(lambda: open_schema(connection.database), "preparing the database")
-        connection.fence = RunFence(connection.database)
+        schema = await connection.call(lambda: open_schema(connection.database), "preparing the database")
+        connection.fence = RunFence(connection.database, schema)
         return Store(connection)
 
 
@@ -172,8 +172,8 @@ async def open_existing(run: RunConfig) -> Store:
     async with _connected(run, "opening the run") as connection:
         if not await _has_tasks(connection.database):
             raise await _no_run(connection)
-        await holds_run(connection.database)
-        connection.fence = RunFence(connection.database)
+        schema = await holds_run(connection.database)
+        connection.fence = RunFence(connection.database, schema or {})
         return Store(connection)
 
 

@@ -17,7 +17,7 @@ from pymongo import ASCENDING, DESCENDING, IndexModel
 from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
-from agentrl.documents.base import Document, Root
+from agentrl.documents.base import Document, Root, now
 from agentrl.documents.column import Column
 from agentrl.documents.family import CHILD_PREFIX, PARENT, Relative
 from agentrl.documents.gateway import GatewayCall, GatewaySession
@@ -278,8 +278,8 @@ def unfinished(name: str, schema: Json) -> StoreError | None:
     return None
 
 
-async def holds_run(database: AsyncDatabase[Json]) -> bool:
-    """Return whether the database holds a run of this schema version.
+async def holds_run(database: AsyncDatabase[Json]) -> Json | None:
+    """Return the schema document of the run of this schema version in the database; None without a run.
 
     Raises SchemaVersionError for a run of another one, and StoreError after an unfinished import or renaming,
     which is marked beside the version.
@@ -291,20 +291,27 @@ async def holds_run(database: AsyncDatabase[Json]) -> bool:
     version = None if schema is None else schema["version"]
     if version != names.SCHEMA_VERSION and (holds_tasks or schema is not None):
         raise other_version(f"run {database.name!r}", version)
-    return schema is not None
+    return schema
 
 
-async def open_schema(database: AsyncDatabase[Json]) -> None:
+def new_schema() -> Json:
+    """Return what the schema document of a new run holds."""
+    return {"version": names.SCHEMA_VERSION, "made_at": now()}
+
+
+async def open_schema(database: AsyncDatabase[Json]) -> Json:
     """Create the schema of a new run, or check that of an existing run and create what is missing.
 
     A new run gets its version before its collections, so that no process can mistake it for another's.
+    Returns its schema document.
     """
-    if not await holds_run(database):
+    schema = await holds_run(database)
+    while schema is None:
         with contextlib.suppress(DuplicateKeyError):  # another process opened the run at the same moment
-            await database.get_collection(names.RUN).insert_one(
-                {"_id": SCHEMA, "version": names.SCHEMA_VERSION}
-            )
+            await database.get_collection(names.RUN).insert_one({"_id": SCHEMA, **new_schema()})
+        schema = await holds_run(database)
     await prepare(database)
+    return schema
 
 
 async def prepare(database: AsyncDatabase[Json]) -> None:

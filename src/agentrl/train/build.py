@@ -90,7 +90,10 @@ def build_trainer(
     policy = _load_policy(configs, weights, precision, world)
     replay = build_replay(flags, memory, policy)
     mode = checkpointing_mode(memory, train.gradient_checkpointing)
-    enable_checkpointing(policy.model, mode, offload=memory.activation_offload)
+    on_host = world.device.type == "cpu"
+    if memory.activation_offload and on_host:  # transformers would pin memory, which needs an accelerator
+        logger.warning("--activation_offload true: a CPU keeps activations in the host's memory anyway")
+    enable_checkpointing(policy.model, mode, offload=memory.activation_offload and not on_host)
     if memory.torch_compile:
         compile_layers(policy.model)
     freeze(policy.model, optim.freeze)

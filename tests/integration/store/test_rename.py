@@ -106,7 +106,7 @@ async def renamed_whole(old: RunConfig, new: RunConfig, output: Path, before: di
         assert version["location"] == str(folder / "weights" / "v000001")
         schema = await store.database["Run"].find_one({"_id": "schema"})
         assert schema is not None
-        assert sorted(schema) == ["_id", "version"]
+        assert sorted(schema) == ["_id", "made_at", "version"]
         views = await store.database.list_collection_names(filter={"type": "view"})
         assert "audit_trajectories" in views
     state = json.loads((folder / "checkpoint-000001" / "state.json").read_text())

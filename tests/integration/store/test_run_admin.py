@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from db_command import agentrl_db
 from pymongo import MongoClient
+from test_store_claims import make_tasks
 
 from agentrl.cli import runs
 from agentrl.config.schema import RunConfig
@@ -21,6 +23,7 @@ from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.errors import ConfigError, RunMissingError, StoreError
 from agentrl.store.admin import runs as admin_runs
 from agentrl.store.client import Store, open_existing, open_store, run_exists
+from agentrl.store.mechanics.collection import SETTLE_SECONDS
 from agentrl.store.views.runs import Runs
 
 pytestmark = pytest.mark.integration
@@ -208,3 +211,9 @@ async def test_a_process_that_works_on_a_run_ends_when_it_is_deleted(
             lambda: store.connection.collection("Task").insert_one({"_id": "t"})
         )
     assert await store.database.list_collection_names() == []
+    async with await open_store(run_config) as other:  # another run of that name
+        await other.tasks.load(make_tasks(1))
+        await asyncio.sleep(SETTLE_SECONDS)
+        with pytest.raises(RunMissingError, match="renamed or deleted"):
+            await store.settings.begin("tasks", {"num_generations": 2}, "sampler")
+        assert await other.settings.all() == {}

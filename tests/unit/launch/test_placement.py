@@ -48,7 +48,6 @@ def divide(
         (8, "--engine_gpus 0,2,4,6 --inf_tp_size 2", "1,3,5,7", ["0,2", "4,6"]),
         (8, "--engine_gpus 7 --tp_size 2", "0-5", ["7"]),
         (8, "--train_gpus 0-3 --engine_gpus 6-7", "0-3", ["6", "7"]),
-        (8, "--activation_checkpointing full --activation_offload true", "0", list("1234567")),
     ],
 )
 def test_engines_and_trainer_get_gpus_of_their_own(

@@ -89,7 +89,6 @@ def test_the_text_says_what_is_estimated(folder: Path, capsys: pytest.CaptureFix
         (("--pp_size", "8"), "the model has 4 layers"),
         (("--ep_size", "2"), "no experts"),
         (("--tp_size", "2", "--lora_rank", "8"), "it works with layers that FSDP2 shards"),
-        (("--activation_offload", "true", "--activation_checkpointing", "full"), "several processes"),
     ],
 )
 def test_says_why_a_layout_is_refused(

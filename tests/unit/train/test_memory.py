@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peak_memory import peak_allocated
 from tiny_models import chains, packed, tiny_model
+from tiny_policy import write_tiny_policy
+from training_data import training_configs
 
-from agentrl.config.schema import OptimConfig
+from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.config.training import MemoryConfig
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.losses.settings import LossSettings
-from agentrl.train.build import Checkpointing, checkpointing_mode, enable_checkpointing
+from agentrl.train.build import Checkpointing, build_trainer, checkpointing_mode, enable_checkpointing
 from agentrl.train.optimizer import OffloadedAdamW, build_optimizer
 from agentrl.train.step import explain_out_of_memory, forward_backward
 
@@ -88,6 +91,14 @@ def test_the_original_flag_means_full() -> None:
         checkpointing_mode(MemoryConfig(activation_checkpointing="selective"), True)
     with pytest.raises(ConfigError, match="only what full saves"):
         checkpointing_mode(MemoryConfig(activation_offload=True), False)
+
+
+def test_a_cpu_keeps_what_would_be_moved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = ModelConfig(model_name_or_path=str(write_tiny_policy(tmp_path / "base")))
+    flags = MemoryConfig(activation_checkpointing="full", activation_offload=True)
+    trainer = build_trainer(training_configs(model, flags), weights=None, total_steps=1)
+    forward_backward(ParallelModel(trainer.policy.model), [packed(chains())], LossSettings())
+    assert "a CPU keeps activations in the host's memory anyway" in caplog.text
 
 
 def test_a_model_that_cannot_recompute_is_refused() -> None:

@@ -27,14 +27,13 @@ from agentrl.store.names import (
     IMPORTS,
     RETRACTION,
     RUN,
-    SCHEMA_VERSION,
     SETTINGS,
     STEP,
     TASK,
     TOMBSTONE,
     VERSION,
 )
-from agentrl.store.schema import prepare
+from agentrl.store.schema import new_schema, prepare
 from agentrl.store.selection import ease_after_group
 
 _PAGE = 1000
@@ -123,7 +122,7 @@ class Fork(Repository):
                 await self._copy_run(child, steps)
                 version = await self._copy_versions(child, weights, begun.step, steps)
                 inherited, tasks = await self._copy_tasks(child, begun.step, steps, on_documents)
-                await making.finish({"version": SCHEMA_VERSION})
+                await making.finish(new_schema())
             except Exception:
                 if await making.drop():
                     await Ancestry(self._connection).release(name)

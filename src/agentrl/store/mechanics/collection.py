@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
@@ -33,12 +33,15 @@ MongoDB would make a dropped one anew, without schema, for the next document of 
 class RunFence:
     """Looks before a write, at most every half second, whether the run is there and not marked.
 
+    ``schema`` is the run's schema document when the process opened it: another run may have its name since.
+
     A process that was stopped for a while looks before its first write. Reads do not look: they make nothing,
     and an idle process, which mostly reads, then asks the server for nothing more.
     """
 
-    def __init__(self, database: AsyncDatabase[dict[str, Any]]) -> None:
+    def __init__(self, database: AsyncDatabase[dict[str, Any]], schema: Mapping[str, Any]) -> None:
         self._database = database
+        self._made_at = schema.get("made_at")
         self._looked_at = float("-inf")
         self._looking = asyncio.Lock()
 
@@ -51,7 +54,8 @@ class RunFence:
                 return
             began = time.monotonic()
             schema = await self._database[RUN].find_one({"_id": SCHEMA})
-            if schema is None or schema.get("renaming") or schema.get("deleting"):
+            is_ours = schema is not None and schema.get("made_at") == self._made_at
+            if schema is None or not is_ours or schema.get("renaming") or schema.get("deleting"):
                 raise RunMissingError(
                     f"run {self._database.name!r} has been renamed or deleted, or is about to be",
                     hint="agentrl runs lists the runs; restart this process with the run's new name",
