@@ -13,6 +13,7 @@ from agentrl.config.load import Configs, parse
 from agentrl.config.original import REPLACEMENTS
 from agentrl.config.schema import (
     GROUPS,
+    AdapterConfig,
     EvaluationConfig,
     LossConfig,
     MemoryConfig,
@@ -20,8 +21,10 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
+from agentrl.distributed.mesh import check_flags, plan_layout
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ConfigError
+from agentrl.losses.idle_flags import check_loss
 
 NAMES = [
     line
@@ -99,6 +102,8 @@ def test_the_originals_scripts_are_taken(name: str, caplog: pytest.LogCaptureFix
         return
     assert configs[TrainConfig].groups_per_step * configs[TaskConfig].num_generations == 48
     assert configs[MemoryConfig].activation_offload
+    check_loss(configs)
+    check_flags(plan_layout(configs[TrainConfig], 8), configs[AdapterConfig], configs[MemoryConfig])
     assert configs[EvaluationConfig].eval_steps is None
     for flag in ("trainer", "bf16", "accelerator_config"):
         assert f"--{flag} has no effect: {REPLACEMENTS[flag].use}" in caplog.text
