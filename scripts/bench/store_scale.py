@@ -62,7 +62,7 @@ async def streams(uri: str, quick: bool, against: Path | None) -> list[Row]:
     """Measure the server's CPU time per renewed lease while 1 and 100 processes wait for changes."""
     rows = []
     for waiting in (4,) if quick else (1, 100):
-        options = {"waiting": waiting}
+        options = {"waiting": waiting, "renewals": 160 if quick else 1600}
         ours, theirs = await _alternate("streams", uri, options, against, rounds=1 if quick else 2)
         mine, other = ([found["microseconds"] for found in side] for side in (ours, theirs))
         rows.append(_row(f"µs of mongod's CPU a renewal, {waiting} waiting", mine, other, more=False))

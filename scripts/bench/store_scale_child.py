@@ -43,7 +43,7 @@ _TIMEOUT = 120.0
 _CONNECTIONS_AT_ONCE = 16
 _START_SECONDS = 15.0
 _POLL_SECONDS = 0.05
-_RENEWALS, _RENEWED_AT_ONCE = 1600, 8
+_RENEWED_AT_ONCE = 8
 
 
 class Commands(pymongo.monitoring.CommandListener):
@@ -188,7 +188,8 @@ async def finalizing(uri: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 async def streams(uri: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Measure mongod's CPU microseconds per renewed lease while ``waiting`` stores wait for changes."""
+    """Measure mongod's CPU microseconds per lease of ``renewals`` while ``waiting`` stores await changes."""
+    renewals = options["renewals"]
     async with AsyncExitStack() as stack:
         run = run_config(uri, options["run"])
         store = await stack.enter_async_context(await open_store(run))
@@ -204,12 +205,12 @@ async def streams(uri: str, options: dict[str, Any]) -> dict[str, Any]:
             status = await store.database.client.admin.command("serverStatus")
             mongod = psutil.Process(status["pid"])
             began = mongod.cpu_times()
-            for number in range(_RENEWALS // _RENEWED_AT_ONCE):
+            for number in range(renewals // _RENEWED_AT_ONCE):
                 first = number * _RENEWED_AT_ONCE % len(held)
                 await store.claims.heartbeat(held[first : first + _RENEWED_AT_ONCE], 600.0)
             ended = mongod.cpu_times()
         await store.database.client.drop_database(run.run_name)
-    return {"microseconds": 1e6 * (ended.user + ended.system - began.user - began.system) / _RENEWALS}
+    return {"microseconds": 1e6 * (ended.user + ended.system - began.user - began.system) / renewals}
 
 
 async def prepare(uri: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -45,16 +45,14 @@ CEILINGS: dict[tuple[str, int], dict[str, int]] = {
     ("frozen", 8): {
         "fsdp": 47, "hsdp": 57, "tp": 32, "cp": 36, "pp": 43, "tp×cp": 25, "ep": 55, "ep×tp": 39,
     },
-    ("frozen", 64): {"hsdp": 42, "pp": 32, "tp×cp": 12, "ep×tp": 28},
     ("reference", 1): {"one": 124},
     ("reference", 8): {
         "fsdp": 48, "hsdp": 60, "tp": 34, "cp": 39, "pp": 46, "tp×cp": 27, "ep": 80, "ep×tp": 63,
     },
-    ("reference", 64): {"hsdp": 44, "pp": 34, "tp×cp": 13, "ep×tp": 31},
 }  # fmt: skip
 """MiB of a rank at the peak of a step, by model, world and layout: about 3 % above the measured ones.
 
-Frozen and reference models run in all layouts of 8 ranks, and of 64 in those that have each kind of split.
+Frozen and reference models run in all layouts of 8 ranks, which have each kind of split.
 """
 
 
@@ -62,7 +60,7 @@ def cases(model: str) -> list[tuple[str, int, Case]]:
     """Return layout, world and case of each step of a model; of a pipeline the first and the last stage."""
     found = []
     for world, sizes in LAYOUTS.items():
-        for name in CEILINGS[model, world]:
+        for name in CEILINGS.get((model, world), ()):
             for rank in (0, world - 1) if "pp" in name else (0,):
                 planned = world == 8 and rank == 0 and model in ("dense", "moe", "lora")
                 case = Case(model=model, layout=sizes[name], rank=rank, planned=planned)
@@ -74,7 +72,7 @@ def test_every_layout_that_trains_runs() -> None:
     missing = {
         (model, world): {*layouts(model, world)} ^ {*names} for (model, world), names in CEILINGS.items()
     }
-    assert {key for key, names in missing.items() if names} == {("frozen", 64), ("reference", 64)}
+    assert not {key for key, names in missing.items() if names}
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+import torch.distributed as dist
 from fake_store import FakeStore
 from rich.console import Console
 from tiny_policy import write_tiny_policy
@@ -18,7 +19,7 @@ from agentrl.config.schema import ModelConfig, OptimConfig, RunConfig, TrainConf
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.device_lease import DeviceLease
-from agentrl.distributed.world import single_process
+from agentrl.distributed.world import leave_processes, single_process
 from agentrl.folder_owner import Owner
 from agentrl.observe.progress import StepView
 from agentrl.observe.tracker_threads import open_trackers
@@ -38,6 +39,14 @@ if TYPE_CHECKING:
 
 FRESH = Freshness(max_staleness=9)
 OWNER = Owner(run="run", id="1f", server="memory")
+
+
+@pytest.fixture(autouse=True)
+def process_group_ends_with_its_test() -> Iterator[None]:
+    """Leave the group that a mesh of this process alone has made: tests of other folders make their own."""
+    yield
+    if dist.is_initialized():
+        leave_processes()
 
 
 @pytest.fixture
