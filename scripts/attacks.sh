@@ -4,7 +4,7 @@
 # name code, folders and containers of killed processes, changed documents, numbers and texts that nothing can hold,
 # git bundles that unpack to any size, clocks that differ by ten minutes, a disk that fills, caches without a bound.
 #
-#   bash scripts/attacks.sh             three minutes on two cores
+#   bash scripts/attacks.sh             five minutes on two cores
 #   bash scripts/attacks.sh -k harness  pass arguments to pytest
 #
 # The exit code is 0 if all attacks fail. Tests that need something this machine lacks are skipped with the reason.
