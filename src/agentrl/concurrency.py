@@ -34,9 +34,9 @@ class _CpuLimitError(BaseException):
 def within_cpu(seconds: float, function: Callable[..., T], *arguments: Any) -> T | None:
     """Return the function's result; None if it takes more than ``seconds`` of the process's CPU time.
 
-    For what data can make endless: formulas, schemas, regular expressions. A limit of the clock would depend
-    on the machine's other work. A signal ends the function, and signals arrive in the main thread only: in
-    another thread there is no limit.
+    Call it for what data can make endless: formulas, schemas, regular expressions. A limit of the clock would
+    depend on the machine's other work. A signal ends the function, and Python handles signals in the main
+    thread alone: a call from another thread is not limited.
     """
     if threading.current_thread() is not threading.main_thread():
         return function(*arguments)

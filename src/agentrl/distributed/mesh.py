@@ -91,7 +91,7 @@ def plan_layout(config: TrainConfig, world: int) -> Layout:
 
 
 def check_flags(layout: Layout, adapter: AdapterConfig, memory: MemoryConfig) -> None:
-    """Raise ConfigError for flags that work on layers that FSDP2 shards alone."""
+    """Raise ConfigError for flags that need whole layers, which FSDP2 alone leaves."""
     sizes = [
         f"--{name}_size {getattr(layout, name)}" for name in ("tp", "pp", "ep") if getattr(layout, name) > 1
     ]

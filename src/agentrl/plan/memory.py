@@ -159,7 +159,8 @@ class _Rank:
         """Return the bytes of a layer's activations that stay until its backward."""
         if self._spec.checkpointing == "none":
             return self._saved() + self._gathered_keys()
-        inputs = self._tokens * self._shape.hidden * self._wide
+        on_host = self._spec.memory.activation_offload
+        inputs = 0.0 if on_host else self._tokens * self._shape.hidden * self._wide
         return inputs + (self._products() if self._spec.checkpointing == "selective" else 0.0)
 
     def _products(self) -> float:

@@ -142,7 +142,8 @@ class Search:
 
     def _modes(self) -> tuple[Checkpointing, ...]:
         train, memory = self.configs[TrainConfig], self.configs[MemoryConfig]
-        if {"activation_checkpointing", "gradient_checkpointing"} & self.configs.given:
+        is_chosen = {"activation_checkpointing", "gradient_checkpointing"} & self.configs.given
+        if is_chosen or memory.activation_offload:  # which is refused with other modes than full
             return (checkpointing_mode(memory, train.gradient_checkpointing),)
         return _MODES
 
@@ -181,6 +182,7 @@ class Search:
         remedies = {
             "--activation_checkpointing full": candidate.checkpointing != "full",
             "--gradient_reduction every": accumulates,
+            "--activation_offload true": candidate.checkpointing == "full" and not memory.activation_offload,
             "--optimizer_offload true": not memory.optimizer_offload,
             "--lora_rank": not self.configs[AdapterConfig].lora_rank,
             "more GPUs": True,

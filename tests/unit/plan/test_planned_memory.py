@@ -77,3 +77,6 @@ def test_what_each_flag_changes() -> None:
     assert part("reference model", spec(reference=1.0)) == part("parameters", plain)
     kept = [planned_memory(spec(checkpointing=mode), Layout()).peak for mode in ("none", "selective", "full")]
     assert kept == sorted(kept, reverse=True)
+    full = spec(checkpointing="full")
+    moved = replace(full, memory=MemoryConfig(activation_offload=True))
+    assert part("activations", moved) < part("activations", full)

@@ -48,8 +48,9 @@ class QwenCoderParser(MarkedParser):
         return (*self.opens, "<function=")
 
     def find(self, text: str, at: int) -> int:
-        """Return the next tag, or the next function without one that has a parameter or an end; -1 without
-        either.
+        """Return where the next tag or the next function without one starts; -1 without either.
+
+        A function without a tag has a parameter or an end: other text may name one.
         """
         tagged = super().find(text, at)
         bare = _FUNCTION.search(text, at)

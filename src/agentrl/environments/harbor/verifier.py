@@ -40,7 +40,7 @@ class Verdict:
     """None if they could not be started."""
     files: dict[str, str]
     rewards: dict[str, float] | str
-    """Or why there is no reward."""
+    """The reason, if the tests gave no reward."""
 
     @property
     def reward(self) -> float:

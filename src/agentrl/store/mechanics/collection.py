@@ -69,8 +69,8 @@ class RunFence:
 class Collection(AsyncCollection[dict[str, Any]]):
     """A collection whose reads and writes belong to the transaction around them, unless given a session.
 
-    With a ``fence``, a write raises RunMissingError for a run that is no longer there. Other calls, and those
-    of a copy ``with_options``, have neither.
+    With a ``fence``, a write raises RunMissingError once the run has been renamed or deleted. Calls that are
+    not listed above join no transaction and ask nothing; neither do those of a copy ``with_options``.
     """
 
     def __init__(
