@@ -88,7 +88,7 @@ def sft(argv: list[str]) -> int:
 
 def _check_flags(configs: Configs) -> None:
     """Raise ConfigError for flags with which nothing could be trained, and for those that change nothing."""
-    from agentrl.losses.idle_flags import check_loss
+    from agentrl.losses.settings import check_loss
     from agentrl.registry import import_modules
 
     import_modules(configs[TaskConfig].imported_modules)

@@ -33,8 +33,7 @@ from agentrl.launch.memory import fit
 from agentrl.launch.placement import Placement, place_processes
 from agentrl.launch.processes import RunPlan, agentrl_command
 from agentrl.launch.recipe import TASK_FILES, AccelerateConfig, read_accelerate_config, read_recipe
-from agentrl.losses.idle_flags import check_loss
-from agentrl.losses.settings import LossSettings
+from agentrl.losses.settings import LossSettings, check_loss
 from agentrl.observe.begin_run import check_run
 from agentrl.registry import import_modules
 from agentrl.rollout.setup import require_extensions

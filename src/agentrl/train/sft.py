@@ -42,8 +42,7 @@ from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, TaskFileError, TrainingError
 from agentrl.folder_owner import require_unclaimed
-from agentrl.losses.idle_flags import check_idle
-from agentrl.losses.settings import LossSettings
+from agentrl.losses.settings import LossSettings, check_idle
 from agentrl.model.precision import Precision
 from agentrl.train.build import build_trainer, step_precision
 from agentrl.train.controller import follow, lead

@@ -24,8 +24,7 @@ from agentrl.documents.run import RunSettings
 from agentrl.documents.task import scorer_weights
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.losses.idle_flags import check_loss
-from agentrl.losses.settings import LossSettings
+from agentrl.losses.settings import LossSettings, check_loss
 from agentrl.permissions import allow
 from agentrl.scoring.advantages import ESTIMATORS
 from agentrl.scoring.groups import GROUP_FILTERS

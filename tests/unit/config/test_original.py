@@ -24,7 +24,7 @@ from agentrl.config.schema import (
 from agentrl.distributed.mesh import check_flags, plan_layout
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ConfigError
-from agentrl.losses.idle_flags import check_loss
+from agentrl.losses.settings import check_loss
 
 NAMES = [
     line

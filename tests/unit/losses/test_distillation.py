@@ -14,9 +14,8 @@ from agentrl.config.load import parse
 from agentrl.config.schema import GroupConfig, LossConfig, RunConfig, TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.losses.compute import DIVERGENCE, Denominators, reduce_losses, token_losses
-from agentrl.losses.idle_flags import check_loss
 from agentrl.losses.loss import TokenBatch
-from agentrl.losses.settings import LossSettings
+from agentrl.losses.settings import LossSettings, check_loss
 
 TEACHER = torch.tensor([-0.69315, -2.0, math.nan])
 """Twice the policy's probability of the first token, 1/e of the second's, none of the third's."""

@@ -18,9 +18,8 @@ from agentrl.documents.record import Record
 from agentrl.documents.status import StopReason
 from agentrl.errors import ConfigError
 from agentrl.losses.compute import Denominators, old_logprobs, reduce_losses, token_losses
-from agentrl.losses.idle_flags import check_loss
 from agentrl.losses.loss import LOSSES
-from agentrl.losses.settings import LossSettings
+from agentrl.losses.settings import LossSettings, check_loss
 from agentrl.losses.trajectories import ComparedTrajectories
 from agentrl.scoring.groups import decide_group
 

@@ -9,9 +9,8 @@ import pytest
 
 from agentrl.config.load import parse
 from agentrl.errors import ConfigError
-from agentrl.losses.idle_flags import check_loss
 from agentrl.losses.loss import LOSSES
-from agentrl.losses.settings import LossSettings, unclipped_flags
+from agentrl.losses.settings import LossSettings, check_loss, unclipped_flags
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,8 @@ from agentrl.config.load import parse
 from agentrl.config.schema import LossConfig
 from agentrl.errors import ConfigError
 from agentrl.losses.compute import token_losses
-from agentrl.losses.idle_flags import check_loss
 from agentrl.losses.loss import LOSSES
-from agentrl.losses.settings import LossSettings
+from agentrl.losses.settings import LossSettings, check_loss
 
 SOURCE = """
 from agentrl.losses.loss import TokenBatch, TokenLosses

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentrl.config.load import parse
-from agentrl.losses.idle_flags import check_loss
-from agentrl.losses.settings import LossSettings
+from agentrl.losses.settings import LossSettings, check_loss
 
 
 def correction(*flags: str) -> tuple[str, str]:

@@ -16,8 +16,7 @@ from recipes import RECIPES, Recipe, table
 from agentrl.config.agreement import require_trainable
 from agentrl.config.load import parse
 from agentrl.config.schema import LossConfig
-from agentrl.losses.idle_flags import check_loss
-from agentrl.losses.settings import LossSettings
+from agentrl.losses.settings import LossSettings, check_loss
 
 ROOT = Path(__file__).parents[3]
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}

@@ -39,8 +39,8 @@ from agentrl.distributed.mesh import plan_layout
 from agentrl.documents.column import TokenColumns
 from agentrl.documents.model_call import pack_floats, pack_ids, unpack_ids
 from agentrl.errors import ConfigError
-from agentrl.losses.idle_flags import IDLE_RULES, check_loss
 from agentrl.losses.loss import LOSSES
+from agentrl.losses.settings import IDLE_RULES, check_loss
 from agentrl.train.build import build_trainer
 from agentrl.train.optimizer import build_optimizer, build_scheduler
 from agentrl.train.sft import fine_tune
