@@ -143,10 +143,9 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 def _underscored(word: str, known: Sequence[str]) -> str:
     """Return ``--flag-name`` as ``--flag_name``, if it is a flag."""
     name, joined, value = word.partition("=")
-    spelled = name.replace("-", "_").replace("__", "--", 1)
-    return (
-        spelled + joined + value if spelled.replace("--no_", "--", 1) in known or spelled in known else word
-    )
+    flag = "--" + name.removeprefix("--").replace("-", "_")
+    is_flag = name.startswith("--") and (flag in known or flag.replace("--no_", "--", 1) in known)
+    return flag + joined + value if is_flag else word
 
 
 def _warn_of_ignored(configs: Configs) -> None:

@@ -135,7 +135,7 @@ class ServedWeights:
                 log.warning("version %d comes from the disk: %s", version.id, error.message)
                 await self._copy.bring(self._store, version)
             else:
-                return self._has(version.id)
+                return self._note_whole(version.id)
         if self._prepared == version.id:
             self._prepared = None
             try:
@@ -144,7 +144,7 @@ class ServedWeights:
                 log.warning("version %d comes from the copy: %s", version.id, error.message)
             else:
                 self._ahead = version
-                return self._has(version.id)
+                return self._note_whole(version.id)
         ready = self._ready.get(version.id, version)
         return await self._load_held(*await self._copy.hold(self._store, ready))
 
@@ -153,10 +153,10 @@ class ServedWeights:
             await self._client.update_weights(folder, version.id)
         finally:
             self._copy.release()
-        return self._has(version.id)
+        return self._note_whole(version.id)
 
-    def _has(self, version: int) -> int:
-        """Record that the engine has the whole weights of ``version``; return it."""
+    def _note_whole(self, version: int) -> int:
+        """Note that the engine has the whole weights of ``version``; return it."""
         self._loaded = self.adapters.whole = version
         self.adapters.name = None
         return version

@@ -96,7 +96,7 @@ class Outages:
         """Scorer → the dependencies whose outages it has reported."""
         self._probers: dict[Dependency, str] = {}
         """Dependency → the trajectory that was chosen last to probe it."""
-        self._lost: Counter[str] = Counter()
+        self._lost: Counter[tuple[str, int]] = Counter()
         """Slot → its sessions that were lost."""
 
     @property
@@ -154,10 +154,10 @@ class Outages:
                     self.breaker(dependency).succeeded()
                 return result
 
-    def loses_too_often(self, slot: str) -> bool:
-        """Record that the trajectory of a slot lost its session; return whether the slot is to blame."""
-        self._lost[slot] += 1
-        return self._lost[slot] >= LOST_SESSIONS
+    def count_lost_session(self, task_id: str, traj_id: int) -> bool:
+        """Count that a trajectory of a slot lost its session; return whether the slot is to blame for it."""
+        self._lost[task_id, traj_id] += 1
+        return self._lost[task_id, traj_id] >= LOST_SESSIONS
 
     def blocks_claims(self, running: int) -> bool:
         """Return whether nothing may be claimed: the engines are down, and it is not time to probe them.

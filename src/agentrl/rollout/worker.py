@@ -120,10 +120,7 @@ class Worker:
                 await self._fail(claim, "timeout", f"the trajectory took longer than {limit:g} s")
             except FailureError as error:
                 span.fail(error.kind, str(error))
-                lost = isinstance(error, SessionLostError)
-                if error.outage is None or (
-                    lost and self.outages.loses_too_often(claim.record_id.rpartition("/")[0])
-                ):
+                if error.outage is None or self._is_to_blame(claim, error):
                     await self._fail(claim, error.kind, error)
                 else:
                     await self._give_back(claim, error)
@@ -137,6 +134,11 @@ class Worker:
             logger.warning("the claim was lost; its result is dropped", extra={"record": claim.record_id})
             span.fail("lease")
         return False
+
+    def _is_to_blame(self, claim: Claim, error: FailureError) -> bool:
+        """Return whether a slot is to blame for an outage: its trajectories lose session after session."""
+        lost = isinstance(error, SessionLostError)
+        return lost and self.outages.count_lost_session(claim.task.id, claim.traj_id)
 
     async def _is_stopping(self) -> bool:
         """Return whether this process stops. A signal to the process group may end a tool server first."""

@@ -92,13 +92,13 @@ class Trainer:
             await self.saver.publisher.begin()
             await self.saver.publisher.wait_for_bound()
             while not self._is_done():
-                started, moving = time.perf_counter(), self.turns.seconds
+                began, moved_before = time.perf_counter(), self.turns.seconds
                 await self.turns.end()
                 batch = await self._next_data()
                 if batch is None:
                     break
-                moving = self.turns.seconds - moving
-                await self._train(batch, time.perf_counter() - started - moving)
+                moved = self.turns.seconds - moved_before
+                await self._train(batch, time.perf_counter() - began - moved)
         except PublishError as error:
             raise await self.saver.keep(error) from error
         finally:

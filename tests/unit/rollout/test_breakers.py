@@ -201,7 +201,9 @@ async def test_a_lost_session_ends_its_trajectory_at_once_and_often_lost_ones_ar
             await hold(outages, lose)
         assert caught.value.outage == server
     assert outages.needs_down().environments == {"http://a"}
-    assert [outages.loses_too_often("train/0/a/0") for _ in range(LOST_SESSIONS)][-2:] == [False, True]
+    losses = [outages.count_lost_session("train/0/a", 0) for _ in range(LOST_SESSIONS)]
+    assert losses[-2:] == [False, True]
+    assert not outages.count_lost_session("train/0/a", 1), "another slot of the task has lost one"
     outages.close()
 
 

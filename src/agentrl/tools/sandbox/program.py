@@ -167,10 +167,11 @@ def limit_resources(job: Job, processes: int) -> None:
     for kind, bound in bounds.items():
         _, hard = resource.getrlimit(kind)
         soft = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
-        margin = int(
-            kind == resource.RLIMIT_CPU and bound > 0
-        )  # a soft limit of its own makes the signal SIGXCPU
-        resource.setrlimit(kind, (soft, soft + margin if hard == resource.RLIM_INFINITY else soft))
+        ceiling = soft
+        if kind == resource.RLIMIT_CPU and bound > 0 and hard == resource.RLIM_INFINITY:
+            # At the soft limit the kernel sends SIGXCPU, which names the reason, at the hard one SIGKILL.
+            ceiling = soft + 1
+        resource.setrlimit(kind, (soft, ceiling))
 
 
 def _processes_of_user() -> int:
