@@ -92,7 +92,7 @@ async def claim_latency(uri: str, quick: bool) -> list[Row]:
         latencies: dict[str, list[float]] = {"large": [], "small": []}
 
         async def sample(store: Store, name: str) -> float:
-            values = await _latencies(store, 25 * _LATENCY_CLAIMERS)
+            values = await _latencies(store, (2 if quick else 25) * _LATENCY_CLAIMERS)
             latencies[name] += values
             return percentile(values, 0.99)
 
@@ -216,7 +216,7 @@ def _fields_of(state: str, task_id: str, document: Json) -> Json:
 async def writing(uri: str, quick: bool) -> list[Row]:
     """Time 20-turn trajectories, one write per model call, against one bare insert per document."""
     rows = []
-    for concurrent, rounds, target in ((64, 6, 1.3), (1, 24, None)):
+    for concurrent, rounds, target in ((2 if quick else 64, 6, 1.3), (1, 24, None)):
         async with run_database(uri, "writing") as store:
             mine, other = await alternate(
                 lambda: _written(store, concurrent, _write_ours),  # noqa: B023
