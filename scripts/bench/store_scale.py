@@ -33,20 +33,26 @@ _START_SECONDS = 15.0
 _OPENING_SECONDS = 3.0
 """Until streams of changes are open."""
 _POLL_SECONDS = 0.5
+_CLAIMERS = {
+    "1 claimer": (1, 1, 8), "8 claimers": (1, 8, 8), "64 claimers": (1, 64, 8), "32 clients": (32, 1, 1),
+}  # fmt: skip
+"""Clients, the claimers of each, and the trajectories of a group."""
+_FEW_CLAIMERS = {"8 claimers": (1, 8, 8), "2 clients": (2, 1, 1)}
 
 Json = dict[str, Any]
 
 
 async def admission(uri: str, quick: bool, against: Path | None) -> list[Row]:
     """Measure claims per second and commands per claim: 1, 8 and 64 claimers in a process, and 32 clients."""
-    options = {"seconds": 0.1, "tasks": 100} if quick else {"seconds": 4.0, "tasks": 4000}
+    settings = _FEW_CLAIMERS if quick else _CLAIMERS
+    options: Json = {"seconds": 0.1, "tasks": 100} if quick else {"seconds": 4.0, "tasks": 4000}
+    options["settings"] = settings
     ours, theirs = await _alternate("admission", uri, options, against, rounds=1 if quick else 2)
-    groups = dict.fromkeys(("1 claimer", "8 claimers", "64 claimers"), "groups of 8")
     rows = []
-    for name, what in {**groups, "32 clients": "groups of 1"}.items():
+    for name, (_, _, generations) in settings.items():
         for field, unit, more in (("rate", "claims/s", True), ("commands", "commands a claim", False)):
             mine, other = ([found[name][field] for found in side] for side in (ours, theirs))
-            rows.append(_row(f"{unit}, {name}, {what}", mine, other, more))
+            rows.append(_row(f"{unit}, {name}, groups of {generations}", mine, other, more))
     return rows
 
 

@@ -123,9 +123,7 @@ def make_sampler(
 async def admission(uri: str, options: dict[str, Any]) -> dict[str, Any]:
     """Measure claims per second and commands per claim, where every group passes admission."""
     found = {}
-    for name, clients, claimers, generations in (
-        ("1 claimer", 1, 1, 8), ("8 claimers", 1, 8, 8), ("64 claimers", 1, 64, 8), ("32 clients", 32, 1, 1),
-    ):  # fmt: skip
+    for name, (clients, claimers, generations) in options["settings"].items():
         async with AsyncExitStack() as stack:
             run = run_config(uri, f"{options['run']}_{clients}_{claimers}")
             stores = [await stack.enter_async_context(await open_store(run)) for _ in range(clients)]
