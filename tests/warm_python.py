@@ -1,9 +1,9 @@
 """A ``python`` for commands of tests that has imported torch and agentrl already: it starts in 0.1 s.
 
-A server process imports once and forks itself for each ``python -m MODULE``. A program still has a process,
-a session, an environment and a folder of its own, and starts others by ``sys.executable``, the same
-``python``. It may be signalled and killed as usual: the starter passes signals on, and the program ends with
-it. All other command lines run the real Python.
+A server process imports once and forks itself for each ``python -m MODULE`` and ``python FILE.py``. A program
+still has a process, a session, an environment and a folder of its own, and starts others by
+``sys.executable``, the same ``python``. It may be signalled and killed as usual: the starter passes signals
+on, and the program ends with it. All other command lines run the real Python.
 
     python tests/warm_python.py SOCKET PYTHON     # the server; PYTHON is the starter's file
 """
@@ -42,7 +42,8 @@ _FIRST_FREE = 200
 """Received file descriptors wait above those that a program may have."""
 _STARTER = """#!{python} -IS
 import json, os, signal, socket, sys
-if sys.argv[1:2] != ["-m"]:
+first = "".join(sys.argv[1:2])
+if first != "-m" and not first.endswith(".py"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 fds = []
 for fd in map(int, os.listdir("/proc/self/fd")):
@@ -66,11 +67,14 @@ os._exit(code)
 
 
 @contextlib.contextmanager
-def warm_server(folder: Path) -> Iterator[Path]:
-    """Run the server; return the path of ``python`` in a ``bin`` folder below ``folder``."""
+def warm_server(folder: Path, **variables: str) -> Iterator[Path]:
+    """Run the server; return the path of ``python`` in a ``bin`` folder below ``folder``.
+
+    ``variables`` are added to the server's environment.
+    """
     starter, path = folder / "bin" / "python", folder / "socket"
     starter.parent.mkdir()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0", **variables}
     server = subprocess.Popen(
         [sys.executable, __file__, str(path), str(starter)], env=environment, stdin=subprocess.PIPE
     )
@@ -141,17 +145,22 @@ def _watch(link: socket.socket) -> dict[str, Any]:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Do what ``python -m MODULE ARGUMENTS`` does, but leave freeing the imported modules to the kernel."""
+    """Do what ``python -m MODULE`` or ``python FILE`` does, but let the kernel free the imported modules."""
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environ"])
     more = os.environ.get("PYTHONPATH", "")
-    sys.path[:1] = [request["cwd"], *(more.split(os.pathsep) if more else [])]
-    _, _, module, *arguments = request["argv"]
-    sys.argv = [module, *arguments]
+    sys.argv = request["argv"][1:]
+    is_file = sys.argv[0] != "-m"
+    folder = str(Path(sys.argv[0]).resolve().parent) if is_file else request["cwd"]
+    sys.path[:1] = [folder, *(more.split(os.pathsep) if more else [])]
     code: object = 0
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if is_file:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        else:
+            del sys.argv[0]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         code = ended.code or 0
     if isinstance(code, str):

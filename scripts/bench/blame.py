@@ -23,13 +23,14 @@ from pathlib import Path
 import torch
 from commands import agentrl, database
 from harness import Row, bench_parser, finish
-from poisoned_run import PoisonedRun, make_model
+from poisoned_run import PoisonedRun, Sizes, make_model
 from store_fixtures import run_database
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.run import Evaluation
 from agentrl.store.client import open_store
 
+QUICK = Sizes(warm_up=10, steps=2, groups=4, generations=4, samples=2)
 FOUND, RESTORED = 0.8, 0.8
 """Smallest share of the wrong scores that is found, and of the loss of pass@1 that is won back."""
 
@@ -74,13 +75,13 @@ class Result:
         return rows
 
 
-async def measure(folder: Path, uri: str, seed: int, steps: int, *, controls: bool) -> Result:
+async def measure(folder: Path, uri: str, seed: int, sizes: Sizes, *, controls: bool) -> Result:
     """Make the runs of one seed, and measure."""
-    model = make_model(folder / "model", seed)
+    model = make_model(folder / "model", seed, sizes.warm_up)
     async with run_database(uri, "poisoned") as store:
-        run = PoisonedRun(store, uri, folder, model, steps, seed)
+        run = PoisonedRun(store, uri, folder, model, sizes, seed)
         await run.run()
-        a, b = await run.evaluate(0), await run.evaluate(steps)
+        a, b = await run.evaluate(0), await run.evaluate(sizes.steps)
         out, wrong, started = folder / "blamed.txt", folder / "wrong.txt", time.perf_counter()
         more = ("--out", str(out), "--csv", str(folder / "effects.csv"), "--label", "blamed", "--limit", "5")
         words = [store.run_name, a.id, b.id, *run.flags(), *more]
@@ -107,7 +108,7 @@ async def train_without(run: PoisonedRun, ids: Path) -> float:
     ]  # fmt: skip
     await asyncio.to_thread(agentrl, "whatif", words, run.folder)
     async with await open_store(RunConfig(run_name=child, db_connection_string=run.uri)) as store:
-        return pass_at_1(await replace(run, store=store).evaluate(run.steps))
+        return pass_at_1(await replace(run, store=store).evaluate(run.sizes.steps))
 
 
 def pass_at_1(evaluation: Evaluation) -> float:
@@ -118,11 +119,12 @@ def pass_at_1(evaluation: Evaluation) -> float:
 async def run(options: argparse.Namespace) -> list[Result]:
     """Measure every seed on one server."""
     results = []
+    sizes = QUICK if options.quick else Sizes(steps=options.steps)
     with database() as (scratch, uri):
         for seed in options.seeds:
             folder = scratch / str(seed)
             folder.mkdir()
-            result = await measure(folder, uri, seed, options.steps, controls=not options.quick)
+            result = await measure(folder, uri, seed, sizes, controls=not options.quick)
             print(json.dumps(asdict(result)), flush=True)
             results.append(result)
     return results
@@ -132,10 +134,10 @@ def main() -> int:
     """Print a table; 1 if a target is missed."""
     parser = bench_parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=Sizes.steps)
     options = parser.parse_args()
     if options.quick:
-        options.seeds, options.steps = [0], 2
+        options.seeds = [0]
     torch.set_num_threads(1)
     rows = [row for result in asyncio.run(run(options)) for row in result.rows]
     return finish("blame", rows, quick=options.quick)

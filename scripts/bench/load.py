@@ -159,8 +159,9 @@ def main() -> int:
         model.save_pretrained(folder)
         print(f"{given.shape}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters, MiB")
         del model
+        method = "fork" if given.quick else "spawn"  # what a fork has of this process counts as its own
         results = {
-            way: run_ranks(run_rank, given.ranks, way, folder, layout, method="spawn") for way in given.ways
+            way: run_ranks(run_rank, given.ranks, way, folder, layout, method=method) for way in given.ways
         }
     for way, found in results.items():
         print_way(way, found)

@@ -41,12 +41,11 @@ BROKEN = "e"
 """The family whose scorer is broken."""
 WRONG = "exact_v2"
 """That scorer: it returns 1 − score."""
-GENERATIONS, GROUPS_PER_STEP, SAMPLES = 8, 16, 16
 RIGHT = 0.9
 """Probability of a right answer in the beginning."""
 POISONED = 0.02
-WARM_UP, SCALE = 120, 3.0
-"""Steps of the warm-up, and a factor of the random weights, with which it is ten times as short."""
+SCALE = 3.0
+"""A factor of the random weights, with which the warm-up is ten times as short."""
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>{% endif %}"
@@ -79,16 +78,30 @@ class Question:
         return str((self.digit + 2 * FAMILIES.index(self.family) + 1) % 10)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much is warmed up, trained and evaluated."""
+
+    warm_up: int = 120
+    """Steps of the warm-up."""
+    steps: int = 24
+    groups: int = 16
+    """Groups of a step."""
+    generations: int = 8
+    """Trajectories of a group."""
+    samples: int = 16
+    """Trajectories of a held-out question."""
+
+
 HELD_OUT = [Question(family, digit, sign="+") for family in FAMILIES for digit in range(DIGITS)]
 
 
-def training_questions(steps: int, seed: int) -> list[Question]:
+def training_questions(count: int, seed: int) -> list[Question]:
     """Return the question of each group; two in a hundred are of the family whose scorer is broken."""
     rng = random.Random(seed)
-    count = steps * GROUPS_PER_STEP
     sound = [family for family in FAMILIES if family != BROKEN]
     questions = [Question(rng.choice(sound), rng.randrange(DIGITS)) for _ in range(count)]
-    for number, place in enumerate(rng.sample(range(count), round(POISONED * count))):
+    for number, place in enumerate(rng.sample(range(count), max(1, round(POISONED * count)))):
         questions[place] = Question(BROKEN, number % DIGITS, WRONG)
     return questions
 
@@ -105,7 +118,7 @@ class Policy:
         """Return the token ids of a question."""
         return Conversation(self.chat_format, [{"role": "user", "content": question.text}]).prompt_ids()
 
-    def warm_up(self, folder: Path) -> None:
+    def warm_up(self, folder: Path, steps: int) -> None:
         """Fit each right answer with probability ``RIGHT``, wrong digits with the rest, and save."""
         questions = [*HELD_OUT, *(replace(question, sign=" ") for question in HELD_OUT)]
         digits = [self.tokenizer.encode(str(digit), add_special_tokens=False)[0] for digit in range(10)]
@@ -120,8 +133,8 @@ class Policy:
             for parameter in self.model.parameters():
                 parameter.mul_(SCALE if parameter.dim() > 1 else 1.0)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, WARM_UP)
-        for _ in range(WARM_UP):
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+        for _ in range(steps):
             logits = self.model(torch.cat([prompts, right], 1), logits_to_keep=2).logits
             loss = torch.nn.functional.cross_entropy(logits[:, 0], wanted)
             loss = loss + torch.nn.functional.cross_entropy(logits[:, 1], stop)
@@ -148,14 +161,14 @@ class Policy:
         return [(row[:size], row[size:], values) for row, values in rows]
 
 
-def make_model(folder: Path, seed: int) -> Path:
-    """Write the warmed-up model."""
+def make_model(folder: Path, seed: int, warm_up: int) -> Path:
+    """Write the model, warmed up for some steps."""
     corpus = [replace(item, sign=sign).text for item in HELD_OUT for sign in " +"]
     torch.manual_seed(seed)
     template = folder.with_suffix(".jinja")
     template.write_text(TEMPLATE, encoding="utf-8")
     build_tiny_model(folder, seed, template, corpus=corpus)
-    Policy(folder).warm_up(folder)
+    Policy(folder).warm_up(folder, warm_up)
     return folder
 
 
@@ -167,7 +180,7 @@ class PoisonedRun:
     uri: str
     folder: Path
     model: Path
-    steps: int
+    sizes: Sizes
     seed: int
     poisoned: set[str] = field(default_factory=set)
     """The trained Records with a wrong score."""
@@ -181,37 +194,37 @@ class PoisonedRun:
 
     def train_flags(self) -> list[str]:
         """Return the flags of the trainer."""
+        sizes = self.sizes
         return [
-            *self.flags(), "--model_name_or_path", str(self.model), "--max_steps", str(self.steps),
-            "--groups_per_step", str(GROUPS_PER_STEP), "--num_generations", str(GENERATIONS),
+            *self.flags(), "--model_name_or_path", str(self.model), "--max_steps", str(sizes.steps),
+            "--groups_per_step", str(sizes.groups), "--num_generations", str(sizes.generations),
             "--advantage", RULES.advantage, "--advantage_whitening", "batch", "--min_score_spread", "0",
             "--drop_zero_advantage", "false", "--learning_rate", LEARNING_RATE,
             "--max_staleness", "1", "--publish", "full", "--keep_every", "1", "--save_steps",
-            str(max(1, self.steps // 4)), "--save_total_limit", "9", "--seed", str(self.seed),
+            str(max(1, sizes.steps // 4)), "--save_total_limit", "9", "--seed", str(self.seed),
             "--max_new_tokens", "64", "--max_prompt_tokens", "256", "--data_wait_seconds", "120",
         ]  # fmt: skip
 
     async def run(self) -> None:
         """Sample and train all steps; each group is sampled by the weights of the step before."""
-        questions = training_questions(self.steps, self.seed)
-        await self.load("train", questions)
+        sizes = self.sizes
+        questions = training_questions(sizes.steps * sizes.groups, self.seed)
+        await self.load("train", questions, sizes.generations)
         generator = torch.Generator().manual_seed(self.seed)
         log = self.folder / "logs" / "train.out"
         with start_child(command("train", self.train_flags()), log=log, env=environment()) as trainer:
             try:
-                for step in range(self.steps):
+                for step in range(sizes.steps):
                     policy = await self._policy_after(step, trainer)
-                    part = questions[step * GROUPS_PER_STEP : (step + 1) * GROUPS_PER_STEP]
-                    await self._sample("train", part, policy, step, generator)
+                    part = questions[step * sizes.groups : (step + 1) * sizes.groups]
+                    await self._sample("train", part, policy, step, generator, sizes.generations)
                 await asyncio.to_thread(trainer.wait, WAIT_SECONDS)
             finally:
                 trainer.kill()
         if trainer.returncode != 0:
             raise RuntimeError(f"the trainer ended with {trainer.returncode}: see {self.folder}/logs")
 
-    async def load(
-        self, split: str, questions: Sequence[Question], generations: int = GENERATIONS
-    ) -> list[Task]:
+    async def load(self, split: str, questions: Sequence[Question], generations: int) -> list[Task]:
         """Load a task for each question, in order."""
         tasks = [
             Task(
@@ -238,24 +251,24 @@ class PoisonedRun:
         """Evaluate the version of ``step`` on the held-out questions, and return the stored evaluation."""
         versions = await self.store.policy_versions.all()
         version = next(item for item in versions if item.step == step)
-        split = f"eval-v{version.id:06d}-heldout"
-        tasks = await self.load(split, HELD_OUT, SAMPLES)
+        split, samples = f"eval-v{version.id:06d}-heldout", self.sizes.samples
+        tasks = await self.load(split, HELD_OUT, samples)
         evaluation = Evaluation(
             id=split, version=version.id, step=step, model=version.location, file="held_out.jsonl",
-            tasks_digest=digest_tasks(tasks), settings_digest="held out", samples=SAMPLES,
+            tasks_digest=digest_tasks(tasks), settings_digest="held out", samples=samples,
             right_threshold=0.5,
         )  # fmt: skip
         await self.store.evaluations.begin(evaluation)
         generator = torch.Generator().manual_seed(1000 + self.seed)
         policy = Policy(self.model, Path(version.location))
-        await self._sample(split, HELD_OUT, policy, version.id, generator, generations=SAMPLES)
+        await self._sample(split, HELD_OUT, policy, version.id, generator, samples)
         evaluated = await self.store.evaluations.tasks(split, "react", 0.5)
         await self.store.evaluations.end(split, results_of(evaluated, Prices()))
         return await self.store.evaluations.get(split) or evaluation
 
     async def _sample(
         self, split: str, questions: Sequence[Question], policy: Policy, version: int,
-        generator: torch.Generator, *, generations: int = GENERATIONS,
+        generator: torch.Generator, generations: int,
     ) -> None:  # fmt: skip
         """Sample, score and finalize the groups of ``questions``, which are the next of ``split``."""
         claims = await asyncio.gather(*(

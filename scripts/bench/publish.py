@@ -32,6 +32,8 @@ DELTA_SHARE = 0.03
 """Most bytes of a delta, as a share of whole weights."""
 DELTA_SECONDS = 0.3
 """Most seconds until the engine serves a delta, as a share of the baseline's."""
+BETWEEN_SECONDS = 1.5
+"""From a version that is served to the next step."""
 _TIMEOUT = 900.0
 
 
@@ -40,7 +42,7 @@ def measure(way: str, model: str, options: argparse.Namespace, uri: str) -> dict
     with tempfile.TemporaryDirectory(prefix="agentrl-bench-", dir=options.scratch) as folder:
         wanted = {
             "way": way, "model": model, "steps": options.steps, "uri": uri, "folder": folder,
-            "text_steps": 3 if options.quick else 50,
+            "text_steps": 3 if options.quick else 50, "between": 0.0 if options.quick else BETWEEN_SECONDS,
         }  # fmt: skip
         variables = {"OMP_NUM_THREADS": str(options.threads), "TQDM_DISABLE": "1"}
         found: dict[str, Any] = run_child(CHILD, wanted, seconds=_TIMEOUT, **variables)

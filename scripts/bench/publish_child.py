@@ -53,8 +53,7 @@ FLAGS = {
 }
 _SERVED_SECONDS = 300.0
 _POLL_SECONDS = 0.01
-_BETWEEN_SECONDS = 1.5
-AGENTRL = (sys.executable, "-c", "import sys; from agentrl.cli.main import main; sys.exit(main())")
+AGENTRL = (sys.executable, "-m", "agentrl")
 
 
 def make_model(name: str, folder: Path) -> Path:
@@ -202,7 +201,7 @@ async def publish_steps(wanted: dict[str, Any]) -> dict[str, Any]:
                     found["published"].append((newest.published_at - begun_at).total_seconds())
                     found["served"].append(until)
                 # A step of training takes longer than this, and the engine's host ends its work meanwhile.
-                await asyncio.sleep(_BETWEEN_SECONDS)
+                await asyncio.sleep(wanted["between"])
             # A version in the trainer's memory has no files; engines get all of its tensors.
             found["bytes"] = newest.bytes or 2 * controller.policy.model.num_parameters()
             await publisher.end()

@@ -44,7 +44,7 @@ _INDEX = [("status", 1), ("epoch", 1), ("order", 1)]
 
 async def claim_rate(uri: str, quick: bool) -> list[Row]:
     """Time 64 concurrent claimers against bare findOneAndUpdate, by queue order and by ``_id``."""
-    claims = 64 * (1 if quick else 32)
+    claims = 16 if quick else 64 * 32
     async with run_database(uri, "claims") as store:
         bare = store.database["bare"]
         await bare.create_index(_INDEX)
@@ -85,14 +85,14 @@ async def claim_rate(uri: str, quick: bool) -> list[Row]:
 
 async def claim_latency(uri: str, quick: bool) -> list[Row]:
     """Compare the 99th percentile of claim latency among 1,000,000 Tasks and among 1,000."""
-    many = 2_000 if quick else 1_000_000
+    many, fewer = (400, 200) if quick else (1_000_000, 1000)
     async with run_database(uri, "many") as large, run_database(uri, "few") as small:
         await _fill(large, many)
-        await _fill(small, 1000)
+        await _fill(small, fewer)
         latencies: dict[str, list[float]] = {"large": [], "small": []}
 
         async def sample(store: Store, name: str) -> float:
-            values = await _latencies(store, 25 * _LATENCY_CLAIMERS)
+            values = await _latencies(store, (2 if quick else 25) * _LATENCY_CLAIMERS)
             latencies[name] += values
             return percentile(values, 0.99)
 
@@ -101,7 +101,7 @@ async def claim_latency(uri: str, quick: bool) -> list[Row]:
         p99 = {name: percentile(values, 0.99) for name, values in latencies.items()}
         return [
             Row(
-                what=f"claim p99, {many:,} Tasks : 1,000 Tasks ({_LATENCY_CLAIMERS} claimers)",
+                what=f"claim p99, {many:,} Tasks : {fewer:,} Tasks ({_LATENCY_CLAIMERS} claimers)",
                 ours=f"{1000 * p99['large']:.1f} ms", baseline=f"{1000 * p99['small']:.1f} ms",
                 ratio=median_ratio(mine, other), target=1.5, more=False,
             )
@@ -167,7 +167,7 @@ async def _latencies(store: Store, claims: int) -> list[float]:
 async def _fill(store: Store, count: int) -> None:
     """Insert ``count`` Tasks: 64 fully claimed, 1 % (at least 50) new, the others completed."""
     created = max(50, count // 100)
-    seeds = make_tasks(_BATCH)
+    seeds = make_tasks(min(count, _BATCH))
     documents = [task.to_document() for task in seeds]
     tasks = store.database["Task"].with_options(write_concern=WriteConcern(w=1))
     for start in range(0, count, _BATCH):
@@ -216,12 +216,12 @@ def _fields_of(state: str, task_id: str, document: Json) -> Json:
 async def writing(uri: str, quick: bool) -> list[Row]:
     """Time 20-turn trajectories, one write per model call, against one bare insert per document."""
     rows = []
-    for concurrent, rounds, target in ((64, 6, 1.3), (1, 24, None)):
+    for concurrent, rounds, target in ((2, 1, None),) if quick else ((64, 6, 1.3), (1, 24, None)):
         async with run_database(uri, "writing") as store:
             mine, other = await alternate(
                 lambda: _written(store, concurrent, _write_ours),  # noqa: B023
                 lambda: _written(store, concurrent, _write_bare),  # noqa: B023
-                1 if quick else rounds,
+                rounds,
             )
         rows.append(
             Row(
@@ -235,8 +235,9 @@ async def writing(uri: str, quick: bool) -> list[Row]:
 
 async def reading(uri: str, quick: bool) -> list[Row]:
     """Time ``Training.fetch`` of 20k-token documents against a bare find of the same documents."""
+    fetched = 4 if quick else _FETCHED
     async with run_database(uri, "reading") as store:
-        data = [make_data(f"r{number}", "t", seed=number) for number in range(_FETCHED)]
+        data = [make_data(f"r{number}", "t", seed=number) for number in range(fetched)]
         collection = store.database["DBRecordData"]
         await collection.insert_many([item.to_document() for item in data])
         ids = [item.id for item in data]
@@ -244,12 +245,12 @@ async def reading(uri: str, quick: bool) -> list[Row]:
         async def ours() -> float:
             with stopwatch() as seconds:
                 await store.training.fetch(ids)
-                return seconds() / _FETCHED
+                return seconds() / fetched
 
         async def bare() -> float:
             with stopwatch() as seconds:
                 await collection.find({"_id": {"$in": ids}}).to_list()
-                return seconds() / _FETCHED
+                return seconds() / fetched
 
         mine, other = await alternate(ours, bare, 2 if quick else 60)
     return [

@@ -28,21 +28,31 @@ _OURS = Path(__file__).resolve().parents[2]
 _LONGEST_SECONDS = 600.0
 _PROCESSES = 8
 _WARM_UP_SECONDS = 120.0
+_START_SECONDS = 15.0
+"""Within which samplers begin, each at a time of its own."""
+_OPENING_SECONDS = 3.0
+"""Until streams of changes are open."""
 _POLL_SECONDS = 0.5
+_CLAIMERS = {
+    "1 claimer": (1, 1, 8), "8 claimers": (1, 8, 8), "64 claimers": (1, 64, 8), "32 clients": (32, 1, 1),
+}  # fmt: skip
+"""Clients, the claimers of each, and the trajectories of a group."""
+_FEW_CLAIMERS = {"8 claimers": (1, 8, 8), "2 clients": (2, 1, 1)}
 
 Json = dict[str, Any]
 
 
 async def admission(uri: str, quick: bool, against: Path | None) -> list[Row]:
     """Measure claims per second and commands per claim: 1, 8 and 64 claimers in a process, and 32 clients."""
-    options = {"seconds": 0.3, "tasks": 200} if quick else {"seconds": 4.0, "tasks": 4000}
+    settings = _FEW_CLAIMERS if quick else _CLAIMERS
+    options: Json = {"seconds": 0.1, "tasks": 100} if quick else {"seconds": 4.0, "tasks": 4000}
+    options["settings"] = settings
     ours, theirs = await _alternate("admission", uri, options, against, rounds=1 if quick else 2)
-    groups = dict.fromkeys(("1 claimer", "8 claimers", "64 claimers"), "groups of 8")
     rows = []
-    for name, what in {**groups, "32 clients": "groups of 1"}.items():
+    for name, (_, _, generations) in settings.items():
         for field, unit, more in (("rate", "claims/s", True), ("commands", "commands a claim", False)):
             mine, other = ([found[name][field] for found in side] for side in (ours, theirs))
-            rows.append(_row(f"{unit}, {name}, {what}", mine, other, more))
+            rows.append(_row(f"{unit}, {name}, groups of {generations}", mine, other, more))
     return rows
 
 
@@ -50,7 +60,7 @@ async def finalizing(uri: str, quick: bool, against: Path | None) -> list[Row]:
     """Measure reads per group and commands per trajectory: 1 and 32 samplers, 64 concurrent trajectories."""
     rows = []
     for samplers in (1, 2 if quick else 32):
-        options = {"samplers": samplers, "groups": 8 if quick else 64, "seconds": 0.2 if quick else 1.0}
+        options = {"samplers": samplers, "groups": 2 if quick else 64, "seconds": 0.1 if quick else 1.0}
         ours, theirs = await _alternate("finalizing", uri, options, against, rounds=1)
         for field, unit in (("reads", "reads of a group"), ("commands", "commands a trajectory")):
             mine, other = ([found[field] for found in side] for side in (ours, theirs))
@@ -62,7 +72,10 @@ async def streams(uri: str, quick: bool, against: Path | None) -> list[Row]:
     """Measure the server's CPU time per renewed lease while 1 and 100 processes wait for changes."""
     rows = []
     for waiting in (4,) if quick else (1, 100):
-        options = {"waiting": waiting, "renewals": 160 if quick else 1600}
+        options = {
+            "waiting": waiting, "renewals": 160 if quick else 1600,
+            "opening": 0.5 if quick else _OPENING_SECONDS,
+        }  # fmt: skip
         ours, theirs = await _alternate("streams", uri, options, against, rounds=1 if quick else 2)
         mine, other = ([found["microseconds"] for found in side] for side in (ours, theirs))
         rows.append(_row(f"µs of mongod's CPU a renewal, {waiting} waiting", mine, other, more=False))
@@ -72,11 +85,14 @@ async def streams(uri: str, quick: bool, against: Path | None) -> list[Row]:
 async def samplers(uri: str, quick: bool, against: Path | None) -> list[Row]:
     """Measure 1,000 samplers on one server, each with its own client and one 60 s trajectory at a time.
 
-    ``quick`` takes 8 samplers and 2 s. Measuring starts once as many trajectories have begun as there are
+    ``quick`` takes 8 samplers and 1 s. Measuring starts once as many trajectories have begun as there are
     samplers.
     """
-    count, lasting, seconds = (8, 2.0, 2.0) if quick else (1000, 60.0, 40.0)
-    found = [await _many_samplers(uri, source, count, lasting, seconds) for source in _sources(against)]
+    count, lasting, seconds = (8, 0.5, 1.0) if quick else (1000, 60.0, 40.0)
+    start = 0.5 if quick else _START_SECONDS
+    found = [
+        await _many_samplers(uri, source, count, lasting, seconds, start) for source in _sources(against)
+    ]
     ours, theirs = found[0], found[1] if against else None
     rows = []
     for field, more in (
@@ -113,13 +129,18 @@ async def _alternate(
     return found[_OURS], [] if against is None else found[against]
 
 
-async def _many_samplers(uri: str, source: Path, count: int, lasting: float, seconds: float) -> Json:
-    """Measure ``count`` samplers in several processes for ``seconds``. A trajectory takes ``lasting`` s."""
+async def _many_samplers(
+    uri: str, source: Path, count: int, lasting: float, seconds: float, start: float
+) -> Json:
+    """Measure ``count`` samplers in several processes for ``seconds``.
+
+    They begin within ``start`` seconds. A trajectory takes ``lasting`` seconds.
+    """
     run = _run_name()
     groups = int(count / 8 * (3 + (seconds + _WARM_UP_SECONDS) / lasting))
     await _result(await _start(source, "prepare", uri, {"run": run, "groups": groups}))
     processes = min(_PROCESSES, count // 4)
-    options = {"run": run, "samplers": count // processes, "seconds": lasting}
+    options = {"run": run, "samplers": count // processes, "seconds": lasting, "start": start}
     children = [await _start(source, "join", uri, options) for _ in range(processes)]
     client: AsyncMongoClient[Json] = AsyncMongoClient(uri)
     try:

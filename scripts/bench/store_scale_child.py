@@ -41,7 +41,6 @@ _LEASE = 60.0
 _MAX_GROUPS_OPEN = 100_000
 _TIMEOUT = 120.0
 _CONNECTIONS_AT_ONCE = 16
-_START_SECONDS = 15.0
 _POLL_SECONDS = 0.05
 _RENEWED_AT_ONCE = 8
 
@@ -124,9 +123,7 @@ def make_sampler(
 async def admission(uri: str, options: dict[str, Any]) -> dict[str, Any]:
     """Measure claims per second and commands per claim, where every group passes admission."""
     found = {}
-    for name, clients, claimers, generations in (
-        ("1 claimer", 1, 1, 8), ("8 claimers", 1, 8, 8), ("64 claimers", 1, 64, 8), ("32 clients", 32, 1, 1),
-    ):  # fmt: skip
+    for name, (clients, claimers, generations) in options["settings"].items():
         async with AsyncExitStack() as stack:
             run = run_config(uri, f"{options['run']}_{clients}_{claimers}")
             stores = [await stack.enter_async_context(await open_store(run)) for _ in range(clients)]
@@ -201,7 +198,7 @@ async def streams(uri: str, options: dict[str, Any]) -> dict[str, Any]:
             for _ in range(options["waiting"])
         ]
         async with background(*(each.wait_for_change("Task", timeout=3600.0) for each in waiting)):
-            await asyncio.sleep(3.0)
+            await asyncio.sleep(options["opening"])
             status = await store.database.client.admin.command("serverStatus")
             mongod = psutil.Process(status["pid"])
             began = mongod.cpu_times()
@@ -236,7 +233,7 @@ async def join(uri: str, options: dict[str, Any]) -> dict[str, Any]:
     for number, (store, worker) in enumerate(zip(stores, workers, strict=True)):
         store.claims.claim = _timed(store.claims.claim, claimed)  # type: ignore[method-assign]
         sampler = make_sampler(store, worker, f"{os.getpid()}-{number}", 1, 8)
-        running.append(asyncio.create_task(_start(sampler)))
+        running.append(asyncio.create_task(_start(sampler, options["start"])))
     await _announce("ready")
     claimed.clear()
     COMMANDS.sent.clear()
@@ -247,9 +244,9 @@ async def join(uri: str, options: dict[str, Any]) -> dict[str, Any]:
     return {"scored": scored, "commands": COMMANDS.total(), "claims": claimed, "ended": len(ended)}
 
 
-async def _start(sampler: Sampler) -> None:
-    """Run the sampler after a random delay."""
-    await asyncio.sleep(random.uniform(0, _START_SECONDS))
+async def _start(sampler: Sampler, seconds: float) -> None:
+    """Run the sampler after a random delay of up to ``seconds``."""
+    await asyncio.sleep(random.uniform(0, seconds))
     await sampler.run(asyncio.Event())
 
 

@@ -126,8 +126,9 @@ def test_a_step_equals_one_call_at_a_time(
     forward = ForwardOptions(chunk_size=5)
     expected = plain_step(model, data, options)
     computed = trainer_step(
-        model, data, options, merging=merging, max_tokens=budget_of(data, room), options=forward
-    )
+        model, data, options, merging=merging, max_tokens=budget_of(data, room), executor=executor,
+        options=forward,
+    )  # fmt: skip
     assert computed.deviation(expected) <= LIMIT
 
 

@@ -7,13 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from warm_python import warm_server
 
 from fake_gpu.cases import Case
 
@@ -21,6 +22,8 @@ _HERE = Path(__file__).parent
 _TORCH = Path(torch.__file__).parent
 _SECONDS = 900
 
+Fake = Callable[..., list[dict[str, Any]]]
+"""Runs a module of this folder with the words of a command line; returns the lines of JSON that it prints."""
 Steps = Callable[[Sequence[Case]], list[dict[str, Any]]]
 """Returns what each case's rank did, as ``fake_step.py`` prints it."""
 
@@ -47,20 +50,31 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run_steps(guard: Path) -> Steps:
+def run_fake(guard: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fake]:
+    """Runs a module in a process of its own, a fork of one that has imported torch beside the guard."""
+    with warm_server(tmp_path_factory.mktemp("fake"), LD_PRELOAD=str(guard)) as python:
+
+        def run(module: str, *words: str) -> list[dict[str, Any]]:
+            ended = subprocess.run(
+                [str(python), "-m", f"fake_gpu.{module}", *words],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                capture_output=True,
+                text=True,
+                timeout=_SECONDS,
+                check=False,
+            )
+            assert ended.returncode == 0, ended.stderr
+            return [json.loads(line) for line in ended.stdout.splitlines()]
+
+        yield run
+
+
+@pytest.fixture(scope="session")
+def run_steps(run_fake: Fake) -> Steps:
     """Runs cases in a process of their own."""
 
     def run(cases: Sequence[Case]) -> list[dict[str, Any]]:
-        ended = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "fake_gpu.fake_step", json.dumps([*map(asdict, cases)])],
-            env={**os.environ, "LD_PRELOAD": str(guard), "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-        )
-        found = [json.loads(line) for line in ended.stdout.splitlines()]
-        assert ended.returncode == 0, ended.stderr
+        found = run_fake("fake_step", json.dumps([*map(asdict, cases)]))
         errors = [
             f"{case}\n{step['error']}" for case, step in zip(cases, found, strict=True) if "error" in step
         ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,12 +35,12 @@ def test_every_benchmark_has_a_quick_form(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ELSEWHERE])
-def test_the_quick_form_runs(name: str, tmp_path: Path) -> None:
+def test_the_quick_form_runs(name: str, tmp_path: Path, warm_python: Path) -> None:
     if name == "learning":
         pytest.importorskip("reasoning_gym")
     paths = {"PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        [sys.executable, str(BENCH / f"{name}.py"), "--quick"], cwd=ROOT, env={**os.environ, **paths},
+        [str(warm_python), str(BENCH / f"{name}.py"), "--quick"], cwd=ROOT, env={**os.environ, **paths},
         capture_output=True, text=True, timeout=390, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, f"{ended.stdout[-4000:]}\n{ended.stderr[-4000:]}"

@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 from train_dump import LOSSES, ROOT, STEPS, made_here
@@ -10,11 +10,11 @@ from train_dump import LOSSES, ROOT, STEPS, made_here
 
 @pytest.mark.integration
 @pytest.mark.timeout(400)
-def test_a_fixed_run_trains_the_same_losses_bit_for_bit() -> None:
+def test_a_fixed_run_trains_the_same_losses_bit_for_bit(warm_python: Path) -> None:
     """Where torch or the CPU are others than those of ``losses.json``, rounding may differ, up to 1e-5."""
     script = ROOT / "tests" / "unmoved" / "train_dump.py"
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, timeout=380, check=False
+        [str(warm_python), str(script)], cwd=ROOT, capture_output=True, text=True, timeout=380, check=False
     )
     assert done.returncode == 0, f"{done.stdout[-6000:]}{done.stderr[-6000:]}"
     before = json.loads(LOSSES.read_text(encoding="utf-8"))

@@ -136,7 +136,7 @@ def agentrl(*arguments: str, seconds: float = COMMAND_SECONDS) -> str:
         "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     done = subprocess.run(
-        [str(Path(sys.executable).parent / "agentrl"), *arguments],
+        [sys.executable, "-m", "agentrl", *arguments],
         cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds,
     )  # fmt: skip
     if done.returncode != 0:

@@ -15,6 +15,8 @@ from agentrl.launch.gpus import Gpus
 from agentrl.launch.memory import MemoryCheck
 from agentrl.launch.placement import Placement
 
+pytestmark = pytest.mark.usefixtures("starts_warm")
+
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "head_dim": 128,
     "intermediate_size": 12288, "max_position_embeddings": 40960, "num_attention_heads": 32,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -58,11 +59,25 @@ async def store() -> FakeStore:
     return store
 
 
-@pytest.fixture
-def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
-    """Start a trainer; ``changes`` are those of its flags."""
-    base, output = write_tiny_policy(tmp_path / "base"), tmp_path / "output"
+@pytest.fixture(scope="session")
+def base_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that is trained, which nothing changes."""
+    return write_tiny_policy(tmp_path_factory.mktemp("trained") / "base")
 
+
+@pytest.fixture
+def start(starter: Callable[..., Any], tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
+    """Start a trainer of ``store``; ``changes`` are those of its flags."""
+    return starter(store, tmp_path / "output")
+
+
+@pytest.fixture(scope="session")
+def starter(base_policy: Path) -> Callable[..., Any]:
+    """Return what starts trainers of a store, which write below a folder."""
+    return partial(_starter, base_policy)
+
+
+def _starter(base: Path, store: FakeStore, output: Path) -> Callable[..., Any]:
     async def begin(
         choice: str = "auto", max_staleness: int = 0, freshness: Freshness = FRESH,
         device: DeviceLease | None = None, **changes: Any

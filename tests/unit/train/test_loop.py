@@ -86,14 +86,18 @@ def outcome(store: FakeStore) -> dict[str, Any]:
     }
 
 
-async def reference(store: FakeStore, start: Start) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What an undisturbed run leaves, and the fields of the store as they were before it."""
-    fresh = {"data": dict(store.data), "train_steps": {}, "versions": {}, "attempt": 0}
-    trainer = await start("none")
-    await trainer.run()
-    left = outcome(store)
-    shutil.rmtree(trainer.saver.folders.output)
-    return left, fresh
+@pytest.fixture(scope="module")
+def untouched(starter: Start, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run leaves that nothing disturbs."""
+    store = FakeStore()
+    for name in "abcdef":
+        store.add(*group(name))
+
+    async def train() -> None:
+        await (await starter(store, tmp_path_factory.mktemp("untouched"))()).run()
+
+    asyncio.run(train())
+    return outcome(store)
 
 
 def committed(store: FakeStore) -> list[TrainStepKey]:
@@ -110,7 +114,7 @@ def losses(store: FakeStore) -> list[float]:
 
 
 async def test_everything_is_trained_published_and_saved(
-    store: FakeStore, start: Start, tmp_path: Path
+    store: FakeStore, start: Start, tmp_path: Path, base_policy: Path
 ) -> None:
     await (await start()).run()
     assert [(step, version) for step, version, _ in committed(store)] == [(1, 0), (2, 1), (3, 2)]
@@ -118,17 +122,15 @@ async def test_everything_is_trained_published_and_saved(
     assert sorted(store.versions) == [0, 1, 2, 3]
     assert store.versions[3].train_step == "1/3"
     steps = list(store.train_steps.values())
-    found = checkpoint.find(tmp_path / "output", "auto", steps, run_name="run", base=tmp_path / "base")
+    found = checkpoint.find(tmp_path / "output", "auto", steps, run_name="run", base=base_policy)
     assert found is not None
     assert found.state.train_steps == ("1/1", "1/2", "1/3")
     assert (found.state.step, found.state.policy_version) == (3, 2)
 
 
 async def test_the_trainer_has_the_device_from_its_data_to_the_copy_of_its_weights(
-    store: FakeStore, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: FakeStore, start: Start, untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, fresh = await reference(store, start)
-    vars(store).update(fresh)
     engine, device = (DeviceLease(["d"], name, folder=tmp_path / "locks") for name in ("engine", "trainer"))
     await device.acquire(urgent=True)
     events: list[str] = []
@@ -162,7 +164,7 @@ async def test_the_trainer_has_the_device_from_its_data_to_the_copy_of_its_weigh
     lending = asyncio.create_task(lend())
     await (await start(device=device)).run()
     lending.cancel()
-    assert outcome(store) == expected
+    assert outcome(store) == untouched
     assert events == ["sample", *["train", "copy", "sample"] * 3]
     assert all(step.metrics["seconds_device"] > 0 for step in store.train_steps.values())
 
@@ -251,11 +253,9 @@ CRASHES: dict[str, Any] = {
 @pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("where", CRASHES)
 async def test_a_trainer_that_dies_anywhere_ends_where_one_does_that_did_not(
-    store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch, where: str, step: int
-) -> None:
-    untouched, store_fields = await reference(store, start)
-    vars(store).update(store_fields)
-
+    store: FakeStore, start: Start, untouched: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
+    where: str, step: int,
+) -> None:  # fmt: skip
     trainer = await start("none")
     module, name = CRASHES[where]
     kill = Kill(at=step if where != "checkpoint written, not renamed" else 2 * step - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
 from agentrl.train.step import PolicyTrainer
 
-STEPS, KEPT = 5, 2
+STEPS, KEPT = 4, 2
 """Steps before the trainer is resumed, and the step that it is resumed at."""
 
 Seen = dict[int, list[tuple[str, list[int], list[float]]]]
@@ -66,42 +67,39 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return trained
 
 
-@pytest.mark.parametrize("replays", [True, False], ids=["replayed", "chosen anew"])
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_ages_are_those_of_a_run_left_in_peace(
-    store: FakeStore, start: Callable[..., Any], seen: Seen, policy: str, replays: bool
+    starter: Callable[..., Any], seen: Seen, tmp_path: Path, policy: str
 ) -> None:
     freshness, lag = POLICIES[policy]
     flags = {"freshness": freshness, "groups_per_step": 1, "save_total_limit": 9}
-    store.unfinished_groups = 1
-    fresh = {"data": {}, "places": {}, "train_steps": {}, "versions": {}, "attempt": 0}
-    vars(store).update({key: type(value)() for key, value in fresh.items()})
-    publish = store.policy_versions.publish
-    store.policy_versions.publish = Sampler(store, lag)
-    trainer = await start("none", max_steps=STEPS + 1, **flags)
-    await trainer.run()
+
+    def sampled() -> FakeStore:
+        store = FakeStore()
+        store.unfinished_groups = 1
+        store.policy_versions.publish = Sampler(store, lag)
+        return store
+
+    await (await starter(sampled(), tmp_path / "peace")("none", max_steps=STEPS + 1, **flags)).run()
     peace = dict(seen)
-    assert sorted(peace) == [1, 2, 3, 4, 5, 6]
+    assert sorted(peace) == [1, 2, 3, 4, 5]
     assert peace[5][1][1] == ([lag, 0] if policy != "mask" else [0])
 
-    shutil.rmtree(trainer.saver.folders.output)
-    vars(store).update({key: type(value)() for key, value in fresh.items()})
-    store.policy_versions.publish = publish
-    store.policy_versions.publish = Sampler(store, lag)
-    trainer = await start("none", max_steps=STEPS, **flags)
-    await trainer.run()
-    seen.clear()
-    output = trainer.saver.folders.output
-    for step in range(KEPT + 1, STEPS + 1) if replays else ():
-        shutil.rmtree(output / f"checkpoint-{step:06d}")
-    choice = "auto" if replays else str(output / f"checkpoint-{KEPT:06d}")
-    trainer = await start(choice, max_steps=STEPS + 1, **flags)
-    trainer.controller.trainer.optimizer.param_groups[0]["lr"] *= 2
-    await trainer.run()
-    withdrawn = [v.id for v in store.versions.values() if v.status is VersionStatus.WITHDRAWN]
-    assert (withdrawn, max(store.versions)) == ([3, 4, 5], 9)
-    assert seen == {step: peace[step] for step in (3, 4, 5, 6)}
-    assert store.with_status(DataStatus.STALE) == []
-    committed = [item for item in store.train_steps.values() if item.status is StepStatus.COMMITTED]
-    histograms = [item.metrics["staleness_histogram"] for item in committed if item.step > KEPT]
-    assert [list(found) for found in histograms] == [["0"] if policy == "mask" else ["0", str(lag)]] * 4
+    for way in ("replayed", "chosen anew"):
+        store, output = sampled(), tmp_path / way
+        start = starter(store, output)
+        await (await start("none", max_steps=STEPS, **flags)).run()
+        seen.clear()
+        for step in range(KEPT + 1, STEPS + 1) if way == "replayed" else ():
+            shutil.rmtree(output / f"checkpoint-{step:06d}")
+        choice = "auto" if way == "replayed" else str(output / f"checkpoint-{KEPT:06d}")
+        trainer = await start(choice, max_steps=STEPS + 1, **flags)
+        trainer.controller.trainer.optimizer.param_groups[0]["lr"] *= 2
+        await trainer.run()
+        withdrawn = [v.id for v in store.versions.values() if v.status is VersionStatus.WITHDRAWN]
+        assert (withdrawn, max(store.versions)) == ([3, 4], 7), way
+        assert seen == {step: peace[step] for step in (3, 4, 5)}, way
+        assert store.with_status(DataStatus.STALE) == []
+        committed = [item for item in store.train_steps.values() if item.status is StepStatus.COMMITTED]
+        histograms = [item.metrics["staleness_histogram"] for item in committed if item.step > KEPT]
+        assert [list(found) for found in histograms] == [["0"] if policy == "mask" else ["0", str(lag)]] * 3
