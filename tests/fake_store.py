@@ -17,6 +17,12 @@ from agentrl.errors import LeaseLostError
 from agentrl.store.training_data import StaleVersions
 
 
+def engine(**changes: Any) -> InferenceService:
+    """An engine as it registers itself."""
+    fields: dict[str, Any] = {"engine": "local", "model": "m", "host": "h", "pid": 1, **changes}
+    return InferenceService(id="e", url="u", **fields)
+
+
 class _NoColumns:
     """A run that waits for no column."""
 

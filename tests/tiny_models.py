@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from transformers import (
@@ -94,16 +96,18 @@ def tree(seed: int = 0) -> DBRecordData:
     )
 
 
+def path_to(forest: TokenForest, index: int) -> list[int]:
+    """Token indices from the root of its tree to the token, by walking ``parent``."""
+    way = [index]
+    while (parent := int(forest.parent[way[-1]])) >= 0:
+        way.append(parent)
+    return way[::-1]
+
+
 def paths(forest: TokenForest) -> list[list[int]]:
     """Token indices from the root to each leaf."""
     leaves = sorted(set(range(forest.tokens)) - set(forest.parent.tolist()))
-    made = []
-    for leaf in leaves:
-        way = [leaf]
-        while (parent := int(forest.parent[way[-1]])) >= 0:
-            way.append(parent)
-        made.append(way[::-1])
-    return made
+    return [path_to(forest, leaf) for leaf in leaves]
 
 
 def model_logprobs(
@@ -115,12 +119,20 @@ def model_logprobs(
     return logprobs
 
 
-def plain_logprobs(model: PreTrainedModel, forest: TokenForest) -> torch.Tensor:
-    """float32[T]: the logprob of each trainable token, each path run by itself through the whole model."""
+def plain_logprobs(
+    model: PreTrainedModel,
+    forest: TokenForest,
+    inputs_of: Callable[[list[int]], dict[str, torch.Tensor]] | None = None,
+) -> torch.Tensor:
+    """float32[T]: the logprob of each trainable token, each path run by itself through the whole model.
+
+    ``inputs_of`` a path are the model's inputs beside its ids.
+    """
     before: dict[int, torch.Tensor] = {}
     for path in paths(forest):
         ids = torch.from_numpy(forest.input_ids[path])
-        logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
+        more = inputs_of(path) if inputs_of else {}
+        logits = model(input_ids=ids[None], use_cache=False, **more).logits[0].float()
         for place in range(1, len(path)):
             before.setdefault(path[place], logits[place - 1])
     labels = zip(forest.target.tolist(), forest.temperature.tolist(), strict=True)

@@ -1,5 +1,4 @@
 """Tiny random Qwen-VL models with their tokenizer, template and image processor."""
-# ruff: noqa: E501
 
 from __future__ import annotations
 
@@ -31,41 +30,7 @@ LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 IDS = {text: len(LETTERS) + number for number, text in enumerate((*SPECIAL, *PLAIN))}
 VOCABULARY = len(LETTERS) + len(IDS)
 
-TEMPLATE = """\
-{%- macro shown(content) -%}
-{%- if content is string -%}{{ content }}{%- else -%}
-{%- for part in content -%}
-{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ part.text }}{%- endif -%}
-{%- endfor -%}{%- endif -%}
-{%- endmacro -%}
-{%- if tools -%}
-{{- '<|im_start|>system\\n' -}}
-{%- if messages[0].role == 'system' -%}{{- shown(messages[0].content) + '\\n\\n' -}}{%- endif -%}
-{{- '# Tools\\n<tools>' -}}
-{%- for tool in tools -%}{{- '\\n' -}}{{- tool | tojson -}}{%- endfor -%}
-{{- '\\n</tools>\\nFor each call: <tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call><|im_end|>\\n' -}}
-{%- elif messages[0].role == 'system' -%}
-{{- '<|im_start|>system\\n' + shown(messages[0].content) + '<|im_end|>\\n' -}}
-{%- endif -%}
-{%- for message in messages -%}
-{%- if message.role == 'user' -%}
-{{- '<|im_start|>user\\n' + shown(message.content) + '<|im_end|>\\n' -}}
-{%- elif message.role == 'assistant' -%}
-{{- '<|im_start|>assistant\\n' + shown(message.content) -}}
-{%- for call in message.tool_calls or [] -%}
-{%- if not loop.first or message.content -%}{{- '\\n' -}}{%- endif -%}
-{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' -}}
-{{- call.function.arguments | tojson -}}{{- '}\\n</tool_call>' -}}
-{%- endfor -%}
-{{- '<|im_end|>\\n' -}}
-{%- elif message.role == 'tool' -%}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
-{{- '\\n<tool_response>\\n' + shown(message.content) + '\\n</tool_response>' -}}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
+TEMPLATE = Path(__file__).with_name("tiny_vision.jinja").read_text(encoding="utf-8")
 
 
 def vision_model(kind: str = "qwen3_vl", seed: int = 0) -> PreTrainedModel:

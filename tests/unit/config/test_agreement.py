@@ -1,16 +1,18 @@
-"""Flags that contradict each other are refused at start, and only those."""
+"""Flags that contradict each other are refused at start, and only those; what a run's processes agree on."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from parsed_flags import parsed
 
 from agentrl.cli import evaluate, services, training
-from agentrl.config.agreement import require_trainable
-from agentrl.config.load import Configs, parse
+from agentrl.config.agreement import require_trainable, trainer_settings
+from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
     EngineConfig,
@@ -21,6 +23,7 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.errors import ConfigError
+from agentrl.losses.settings import LossSettings
 from agentrl.rollout.sample import Admission
 
 STEPS = 12
@@ -88,29 +91,22 @@ async def test_what_is_accepted_makes_progress(
     assert await Simulation(sampling, training).makes_progress()
 
 
-REFUSED: dict[str, tuple[list[str], list[str]]] = {
-    "waits": (["--max_staleness", "0", "--publish_steps", "2"], ["--max_staleness 0", "--publish_steps is"]),
-    "waits, too": (["--sync_sampling", "true", "--publish_steps", "4"], ["--sync_sampling", "is 4"]),
-    "whitening, zeros": (["--advantage_whitening", "batch"], ["--drop_zero_advantage true", "false"]),
+WHITENED = "--advantage_whitening batch --drop_zero_advantage false"
+REFUSED: dict[str, tuple[str, list[str]]] = {
+    "waits": ("--max_staleness 0 --publish_steps 2", ["--max_staleness 0", "--publish_steps is"]),
+    "waits, too": ("--sync_sampling true --publish_steps 4", ["--sync_sampling", "is 4"]),
+    "whitening, zeros": ("--advantage_whitening batch", ["--drop_zero_advantage true", "false"]),
     "whitening, agreement": (
-        ["--advantage_whitening", "batch", "--advantage", "reward", "--drop_zero_advantage", "false"],
-        ["--min_score_spread 0.1", "set --min_score_spread 0"],
+        f"{WHITENED} --advantage reward", ["--min_score_spread 0.1", "set --min_score_spread 0"],
     ),
     "whitening, signs": (
-        [
-            "--advantage_whitening", "batch", "--drop_zero_advantage", "false",
-            "--clamp_advantage_by_score", "true",
-        ],
-        ["--clamp_advantage_by_score true", "signs"],
+        f"{WHITENED} --clamp_advantage_by_score true", ["--clamp_advantage_by_score true", "signs"],
     ),
-    "whitening, scale": (
-        ["--advantage_whitening", "batch", "--drop_zero_advantage", "false", "--adv_scaling", "2"],
-        ["--adv_scaling 2.0", "set --adv_scaling 1"],
-    ),
+    "whitening, scale": (f"{WHITENED} --adv_scaling 2", ["--adv_scaling 2.0", "set --adv_scaling 1"]),
     "greedy": (
-        ["--preferred_sampling_params", '{"temperature": 0}'], ["temperature 0", "0.01", "agentrl eval"],
+        """--preferred_sampling_params '{"temperature": 0}'""", ["temperature 0", "0.01", "agentrl eval"],
     ),
-    "sampling parameters that are no JSON": (["--preferred_sampling_params", "{top_p"], ["give JSON"]),
+    "sampling parameters that are no JSON": ("--preferred_sampling_params {top_p", ["give JSON"]),
 }  # fmt: skip
 
 
@@ -125,21 +121,13 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     ],
 )
 def test_what_the_engine_returns_right_logprobs_for_is_accepted(engine: str, params: str) -> None:
-    words = ["--preferred_sampling_params", params, "--engine", engine]
-    require_trainable(parse(words, command="agentrl train", description="", shown=[]))
+    require_trainable(parsed("--preferred_sampling_params", params, "--engine", engine))
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--advantage", "reward", "--min_score_spread", "0"],
-        ["--advantage", "dr_grpo"],
-        ["--advantage", "dr_grpo", "--min_score_spread", "0"],
-    ],
-)
-def test_reinforce_plus_plus_is_accepted(flags: list[str]) -> None:
-    words = ["--advantage_whitening", "batch", "--drop_zero_advantage", "false", *flags]
-    require_trainable(parse(words, command="agentrl train", description="", shown=[]))
+@pytest.mark.parametrize("flags", ["reward --min_score_spread 0", "dr_grpo", "dr_grpo --min_score_spread 0"])
+def test_reinforce_plus_plus_is_accepted(flags: str) -> None:
+    words = f"--advantage_whitening batch --drop_zero_advantage false --advantage {flags}"
+    require_trainable(parsed(*words.split()))
 
 
 @pytest.mark.parametrize("command", [services.sample, training.train], ids=["sample", "train"])
@@ -147,15 +135,31 @@ def test_reinforce_plus_plus_is_accepted(flags: list[str]) -> None:
 def test_sampler_and_trainer_refuse_before_they_begin(command: Callable[[list[str]], int], name: str) -> None:
     flags, words = REFUSED[name]
     with pytest.raises(ConfigError) as raised:
-        command(["--run_name", "x", *flags])
+        command(["--run_name", "x", *shlex.split(flags)])
     assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
 def test_other_commands_take_the_same_flags() -> None:
-    flags = REFUSED["waits"][0]
-    parse(flags, command="agentrl serve", description="", shown=[SamplingConfig])
+    parsed(*REFUSED["waits"][0].split(), command="agentrl serve")
 
 
 def test_an_evaluation_samples_however_it_likes() -> None:
     with pytest.raises(ConfigError, match="nothing to evaluate"):
-        evaluate.main(REFUSED["greedy"][0])
+        evaluate.main(shlex.split(REFUSED["greedy"][0]))
+
+
+def loss_facts(*flags: str) -> dict[str, object]:
+    configs = parsed(*flags)
+    return trainer_settings(configs, LossSettings.of(configs[LossConfig]))["loss"]
+
+
+def test_a_value_given_and_the_same_by_default_agree() -> None:
+    assert loss_facts("--epsilon", "0.2", "--token_level_loss", "false") == loss_facts()
+    assert loss_facts("--loss_calculater", "GSPO")["epsilon"] == 3e-4
+    assert loss_facts("--loss_calculater", "GSPO") != loss_facts()
+    assert None not in {name: loss_facts()[name] for name in ("epsilon", "strict_in_bound")}.values()
+
+
+def test_a_loss_that_cannot_act_has_no_facts() -> None:
+    with pytest.raises(ConfigError, match="--importance_correction is tis"):
+        loss_facts("--importance_correction", "tis")

@@ -53,6 +53,7 @@ def test_a_parser_takes_the_flags_of_a_dataclass(words: list[str], expected: Own
     ("words", "problem"),
     [
         (["--count", "many"], "--count: invalid int value: 'many'"),
+        (["--count", "many"], "agentrl x --help"),
         (["--kind", "c"], "--kind: invalid choice: 'c'"),
         (["--fast", "maybe"], "'maybe' is neither true nor false"),
         (["--cuont", "1"], "--count"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from parsed_flags import parsed
 
 from agentrl.cli.db import parser as db_parser
-from agentrl.config.load import parse
 from agentrl.config.run import RunConfig, uri_of_variables, without_uri
 from agentrl.errors import ConfigError
 from agentrl.launch.recipe import flags_of_variables
@@ -30,11 +30,10 @@ def test_the_environment_names_the_database_and_the_flag_wins(
     monkeypatch.setenv(name, URI if name == "MONGO_URI" else str(file))
     assert RunConfig().db_connection_string == URI
     assert RunConfig(db_connection_string=OTHER).db_connection_string == OTHER
-    configs = parse([], command="agentrl sample", description="", shown=())
+    configs = parsed()
     assert configs[RunConfig].db_connection_string == URI
     assert "hunter2" not in repr(configs[RunConfig])
-    given = parse(["--db_connection_string", OTHER], command="agentrl sample", description="", shown=())
-    assert given[RunConfig].db_connection_string == OTHER
+    assert parsed("--db_connection_string", OTHER)[RunConfig].db_connection_string == OTHER
     assert db_parser().parse_args(["check", "--run_name", "r"]).db_connection_string is None
 
 
@@ -63,10 +62,8 @@ def test_a_file_without_a_uri_is_refused_by_name(content: bytes | None, why: str
 
 
 def test_no_command_line_of_a_script_has_the_uri() -> None:
-    words = flags_of_variables(
-        {"MONGO_URI": URI, "MONGO_URI_FILE": "uri", "MODEL_PATH": "/models/m"}, "train_file"
-    )
-    assert words == ["--model_name_or_path", "/models/m"]
+    variables = {"MONGO_URI": URI, "MONGO_URI_FILE": "uri", "MODEL_PATH": "/models/m"}
+    assert flags_of_variables(variables, "train_file") == ["--model_name_or_path", "/models/m"]
 
 
 def test_an_engine_does_not_get_the_uri() -> None:

@@ -29,18 +29,15 @@ from agentrl.errors import ConfigError
 @pytest.mark.parametrize(
     "url",
     [
-        "http://user:hunter2@gpu7:30000",
-        "https://hunter2@gpu7",
-        "http://gpu7/v9?api_key=hunter2",
+        "http://user:hunter2@gpu7:30000", "https://hunter2@gpu7", "http://gpu7/v9?api_key=hunter2",
         "http://gpu7#hunter2",
     ],
-)
+)  # fmt: skip
 def test_a_secret_in_the_url_of_an_engine_is_refused_and_not_repeated(
     kind: type, name: str, url: str
 ) -> None:
-    with pytest.raises(
-        ConfigError, match=f"--{name} has a user, a password or a query in the URL of gpu7"
-    ) as refused:
+    says = f"--{name} has a user, a password or a query in the URL of gpu7"
+    with pytest.raises(ConfigError, match=says) as refused:
         kind(**{name: url})
     assert "hunter2" not in f"{refused.value.message} {refused.value.hint}"
     assert getattr(kind(**{name: "http://gpu7:30000/path"}), name) == "http://gpu7:30000/path"

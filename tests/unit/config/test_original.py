@@ -7,9 +7,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+from parsed_flags import parsed as read
 
 from agentrl.config.agreement import require_trainable
-from agentrl.config.load import Configs, parse
 from agentrl.config.original import REPLACEMENTS
 from agentrl.config.schema import (
     GROUPS,
@@ -26,61 +26,10 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ConfigError
 from agentrl.losses.settings import check_loss
 
-NAMES = [
-    line
-    for line in Path(__file__).with_name("original_flags.txt").read_text(encoding="utf-8").splitlines()
-    if not line.startswith("#")
-]
+HERE = Path(__file__).parent
+LINES = (HERE / "original_flags.txt").read_text(encoding="utf-8").splitlines()
+NAMES = [line for line in LINES if not line.startswith("#")]
 OWN = {field.name for group in GROUPS for field in dataclasses.fields(group)}
-SCRIPTS = {
-    "minirl": """
-        --model_name_or_path m --trainer QwenTrainer --cpu_ram_efficient_loading true --weight_decay 0.05
-        --optim_args beta1=0.9,beta2=0.98 --token_level_loss false --strict_in_bound true
-        --skip_length_normalization true --max_steps 1000 --num_train_epochs 3 --adv_scaling 2.0
-        --max_tokens 131072
-        --loss_calculater MINIRL --max_trained_count 1 --train_file t.jsonl --dataloader_drop_last true
-        --dataloader_num_workers 1 --max_grad_norm 1.0 --logging_steps 1 --learning_rate 2e-6
-        --warmup_steps 10 --lr_scheduler_type cosine --bf16 --tp_size 4 --pp_size 1
-        --activation_offloading true --per_device_train_batch_size 1 --gradient_accumulation_steps 48
-        --seed 42 --eval_strategy no
-        --eval_steps 5
-        --run_name r --report_to swanlab --save_only_model false --save_steps 3 --dataloader_prefetch_factor 4
-        --balance_sample false --accelerator_config '{"split_batches":true}' --pad_to_multiple_of 4096
-        --enable_sampling true --agent_config_path assets/agent_config.yml --mcp_manager_url http://h:1/mcpapi
-        --db_connection_string mongodb://h:1/r --max_new_tokens 32768 --max_prompt_tokens 128768
-        --num_generations 8 --tool_call_parser qwen
-        --preferred_sampling_params '{"temperature": 1, "top_p": 1, "min_p": 0, "top_k": -1}'
-        --presence_penalty 0.0 --frequency_penalty 0.0 --inf_tp_size 1 --inf_mem_ratio 0.8
-        --max_concurrent_samples_per_process 4 --target_concurrency 3 --max_turns 100 --compress_history false
-        --repetition_early_stop_times 4 --enable_repetition_compress false --output_dir output/r
-    """,
-    "grpo": """
-        --model_name_or_path m --trainer QwenTrainer --cpu_ram_efficient_loading true --weight_decay 0.05
-        --optim_args beta1=0.9,beta2=0.98 --token_level_loss true --max_steps 1000 --num_train_epochs 3
-        --adv_scaling 2.0 --max_tokens 131072 --loss_calculater GRPO --max_trained_count 1
-        --train_file t.jsonl --max_grad_norm 1.0 --learning_rate 2e-6 --warmup_steps 5
-        --lr_scheduler_type cosine --bf16 --tp_size 4 --pp_size 1 --activation_offloading true
-        --per_device_train_batch_size 1 --gradient_accumulation_steps 48 --eval_strategy no
-        --run_name r --save_steps 3 --balance_sample true --accelerator_config '{"split_batches":true}'
-        --pad_to_multiple_of 4096 --enable_sampling true --mcp_manager_url http://h:1/mcpapi
-        --db_connection_string mongodb://h:1/r --max_new_tokens 32768 --max_prompt_tokens 131072
-        --num_generations 8 --tool_call_parser qwen
-        --preferred_sampling_params '{"temperature": 1, "top_p": 1, "min_p": 0, "top_k": -1}'
-        --presence_penalty 0.0 --frequency_penalty 0.0 --max_turns 200 --output_dir output/r
-    """,
-    "eval": """
-        --model_name_or_path m --trainer QwenTrainer --max_tokens 131072 --train_file t.jsonl
-        --enable_sampling true --num_generations 4 --run_name r --mcp_manager_url http://h:1/mcpapi
-        --db_connection_string mongodb://h:1/r --max_new_tokens 32768 --max_prompt_tokens 131072
-        --preferred_sampling_params '{"temperature": 1, "top_p": 1}' --presence_penalty 1.0
-        --new_context discard_all --max_turns 200 --output_dir output/r
-    """,
-}
-"""The words of its three example scripts; only the model and paths are replaced."""
-
-
-def read(*words: str) -> Configs:
-    return parse(words, command="agentrl train", description="", shown=[])
 
 
 def test_every_flag_of_the_original_is_known() -> None:
@@ -89,9 +38,10 @@ def test_every_flag_of_the_original_is_known() -> None:
     assert sorted(REPLACEMENTS.keys() & OWN) == []
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ["minirl", "grpo", "eval"])
 def test_the_originals_scripts_are_taken(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    configs = read(*shlex.split(SCRIPTS[name]))
+    text = (HERE / "original_scripts" / f"{name}.txt").read_text(encoding="utf-8")
+    configs = read(*shlex.split(text, comments=True))
     require_trainable(configs)
     sampling = configs[SamplingConfig]
     params = SamplingParams.from_json(sampling.preferred_sampling_params)
@@ -163,6 +113,5 @@ def test_a_file_may_have_them_too(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert read("--config", str(file))[LossConfig].ce_grpo_beta_1 == 0.5
     assert "--beta1 is --ce_grpo_beta_1 here" in caplog.text
     file.write_text("presence_penalty: 1.0\n")
-    assert (
-        read("--config", str(file))[SamplingConfig].preferred_sampling_params == '{"presence_penalty": 1.0}'
-    )
+    params = read("--config", str(file))[SamplingConfig].preferred_sampling_params
+    assert params == '{"presence_penalty": 1.0}'

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 
 import pytest
+from parsed_flags import parsed
 
 from agentrl.config.agreement import public_flags
-from agentrl.config.load import parse
 from agentrl.config.schema import RunConfig, TrainConfig
 from agentrl.config.whatif import WhatIfConfig, check_flags, child_configs, parent_configs
 
 
 @pytest.mark.parametrize("measured", ["true", "false"])
 def test_what_the_parents_trainer_measured_is_not_measured_again(measured: str) -> None:
-    parent = parse([], command="agentrl train", description="", shown=[])
-    here = parse(["--log_level", "ERROR"], command="agentrl whatif", description="", shown=[])
+    parent, here = parsed(), parsed("--log_level", "ERROR", command="agentrl whatif")
     stored = public_flags(parent) | {"autocast_bf16": measured}
     child = child_configs(parent_configs(stored, parent.given, here), here)
     assert child[TrainConfig].autocast_bf16 == measured
@@ -26,8 +25,7 @@ def test_the_ids_of_without_may_come_from_a_pipe() -> None:
     reading, writing = os.pipe()
     os.write(writing, b"train/0/a/0/1\n\ntrain/0/b/0/1\n")
     os.close(writing)
-    flags = ["--without", f"/dev/fd/{reading}"]
-    configs = parse(flags, command="agentrl whatif", description="", shown=[], extra=[WhatIfConfig])
+    configs = parsed("--without", f"/dev/fd/{reading}", command="agentrl whatif", extra=[WhatIfConfig])
     check_flags(configs)
     assert configs[WhatIfConfig].excluded == {"train/0/a/0/1", "train/0/b/0/1"}
     os.close(reading)

@@ -6,44 +6,28 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from model_calls import TASK, model_call, record
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import GroupRules
-from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
 from agentrl.documents.record import Record
-from agentrl.documents.status import CallStatus, RecordStatus
-from agentrl.documents.task import Task
+from agentrl.documents.status import RecordStatus
 from agentrl.errors import ConfigError
 from agentrl.scoring.groups import ScoredGroup, group_filter
 from agentrl.store.groups import GroupOutcome, StoredGroup
 
-TASK = Task(id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="q")
 
-
-def record(place: int, score: float) -> Record:
-    return Record(
-        id=f"{TASK.id}/{place}/1", task=TASK.id, traj_id=place, attempt=1, split="train", epoch=0, query="q",
-        score=score, turns=1,
-    )  # fmt: skip
-
-
-def call(record: Record) -> DispatchedSamplingTask:
-    return DispatchedSamplingTask(
-        id=f"{record.id}/0", record=record.id, index=0, parent=None, status=CallStatus.COMPLETED,
-        messages=(), response={"content": "", "tool_calls": []}, finish_reason="stop",
-        versions=(VersionSpan(version=0, start=0, end=2),), prompt_tokens=1, generated_tokens=2, engine="e",
-        generate_seconds=0.1, context_ids=pack_ids([1]), output_ids=pack_ids([2, 3]),
-        logprobs=pack_floats([-0.5, -0.5]),
-    )  # fmt: skip
+def stored(records: list[Record], split: str = "train") -> StoredGroup:
+    """Trajectories of one call each."""
+    calls = {item.id: [model_call(item.id, 0, None, [1], [2, 3])] for item in records}
+    return StoredGroup(task=replace(TASK, split=split), records=records, calls=calls)
 
 
 def decide(
     *scores: float, split: str = "train", rules: GroupRules | None = None, **flags: Any
 ) -> GroupOutcome:
-    records = [record(place, score) for place, score in enumerate(scores)]
-    calls = {item.id: [call(item)] for item in records}
     rules = rules or GroupRules(config=GroupConfig(**flags), seed=7)
-    return rules.decide(StoredGroup(task=replace(TASK, split=split), records=records, calls=calls))
+    return rules.decide(stored([record(place, score) for place, score in enumerate(scores)], split))
 
 
 def test_rules_are_stored_with_the_threshold_and_read_back() -> None:
@@ -70,12 +54,10 @@ def test_a_trajectory_at_its_baseline_is_abandoned_with_the_reason() -> None:
     """The mean of the others is 0.3 up to rounding: leave_one_out gives 5e-17."""
     scores = (0.1 + 0.2, 0.3, 0.3, 0.5, 0.1)
     outcome = decide(*scores)
-    assert [item.status for item in outcome.records] == [RecordStatus.ABANDONED] * 3 + [
-        RecordStatus.READY
-    ] * 2
-    assert {item.because for item in outcome.records[:3]} == {
-        "its advantage is 0, and drop_zero_advantage leaves it out"
-    }
+    abandoned, ready = RecordStatus.ABANDONED, RecordStatus.READY
+    assert [item.status for item in outcome.records] == [abandoned] * 3 + [ready] * 2
+    because = "its advantage is 0, and drop_zero_advantage leaves it out"
+    assert {item.because for item in outcome.records[:3]} == {because}
     assert outcome.summary["trained"] == len(outcome.data) == 2
     kept = decide(*scores, drop_zero_advantage=False)
     assert [item.advantage for item in kept.data] == pytest.approx([0.0, 0.0, 0.0, 0.25, -0.25])
@@ -120,8 +102,7 @@ def test_the_advantages_of_an_estimator_that_is_not_built_in_are_those_that_reco
         replace(record(0, 0.0), advantage=-3.0),
         replace(record(1, 1.0), abandoned_because="its advantage is 0"),
     ]
-    calls = {item.id: [call(item)] for item in records}
-    again = GroupRules.of_group(summary).decide(StoredGroup(task=TASK, records=records, calls=calls))
+    again = GroupRules.of_group(summary).decide(stored(records))
     assert [item.advantage for item in again.data] == [-3.0]
     assert [item.because for item in again.records] == [None, "its advantage is 0"]
     with pytest.raises(ConfigError, match="cannot be imported"):

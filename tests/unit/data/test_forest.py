@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import path_to
 
 from agentrl.data.forest import TokenForest, concatenate, forest_from_data, forest_from_sequences
 from agentrl.data.forest_cuts import restrict
@@ -18,41 +19,21 @@ from agentrl.errors import ForestError
 
 
 def training_data(
-    ids: list[int],
-    nodes: list[tuple[int, int, int]],
-    spans: list[tuple[int, int]],
-    name: str = "train/0/q/0/1",
-) -> DBRecordData:
+    ids: list[int], nodes: list[tuple[int, int, int]], spans: list[tuple[int, int]], name: str = "q/0/1",
+    task: str = "q",
+) -> DBRecordData:  # fmt: skip
     """One trajectory; token i has logprob −i/100, span j version j and advantage j + 1."""
     logprobs = [-i / 100 for start, end in spans for i in range(start, end)]
     return DBRecordData(
-        id=name,
-        record=name,
-        task="train/0/q",
-        split="train",
-        score=1.0,
-        advantage=1.0,
-        min_version=0,
-        max_version=0,
-        tokens=len(ids),
-        trainable_tokens=len(logprobs),
-        turns=len(spans),
+        id=name, record=name, task=task, split="train", score=1.0, advantage=1.0, min_version=0,
+        max_version=0, tokens=len(ids), trainable_tokens=len(logprobs), turns=len(spans),
         nodes=tuple(Node(start=start, end=end, parent=parent) for start, end, parent in nodes),
         spans=tuple(
             TrainableSpan(start=start, end=end, call=j, version=j, advantage=j + 1.0, temperature=1.0 + j / 4)
             for j, (start, end) in enumerate(spans)
         ),
-        input_ids=pack_ids(ids),
-        behavior_logprobs=pack_floats(logprobs),
-    )
-
-
-def ancestors(forest: TokenForest, index: int) -> list[int]:
-    """The token and everything before it in its tree, by walking ``parent``."""
-    way = [index]
-    while (parent := int(forest.parent[way[-1]])) >= 0:
-        way.append(parent)
-    return way[::-1]
+        input_ids=pack_ids(ids), behavior_logprobs=pack_floats(logprobs),
+    )  # fmt: skip
 
 
 def assert_well_formed(forest: TokenForest) -> None:
@@ -60,7 +41,7 @@ def assert_well_formed(forest: TokenForest) -> None:
     index = np.arange(forest.tokens)
     for query in index:
         seen = index[(index <= query) & (query < forest.subtree_end)]
-        assert seen.tolist() == ancestors(forest, int(query))
+        assert seen.tolist() == path_to(forest, int(query))
         assert forest.position_ids[query] == len(seen) - 1
     assert len(forest.row) == len(forest.target) == len(forest.advantage) == forest.trainable_tokens
     assert len(forest.behavior_logprob) == len(forest.version) == forest.trainable_tokens
@@ -131,7 +112,7 @@ def test_any_tree_keeps_its_paths_and_its_labels(data: list[DBRecordData]) -> No
             path = [index]
             while (before := stored_parent(item, path[-1])) >= 0:
                 path.append(before)
-            ids = forest.input_ids[ancestors(forest, int(target))]
+            ids = forest.input_ids[path_to(forest, int(target))]
             assert ids.tolist() == [100 + i for i in reversed(path)]
 
 

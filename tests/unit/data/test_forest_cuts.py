@@ -5,25 +5,20 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import path_to
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.data.forest_cuts import join, merge_prefixes, restrict
 
-SEQUENCES = st.lists(
-    st.lists(st.integers(0, 2), min_size=2, max_size=8).flatmap(
-        lambda ids: st.tuples(st.just(ids), st.integers(1, len(ids)))
-    ),
-    min_size=1,
-    max_size=8,
+SEQUENCE = st.lists(st.integers(0, 2), min_size=2, max_size=8).flatmap(
+    lambda ids: st.tuples(st.just(ids), st.integers(1, len(ids)))
 )
+SEQUENCES = st.lists(SEQUENCE, min_size=1, max_size=8)
 
 
 def ids_to(forest: TokenForest, index: int) -> tuple[int, ...]:
     """The ids from the root to a token."""
-    way = [index]
-    while (parent := int(forest.parent[way[-1]])) >= 0:
-        way.append(parent)
-    return tuple(forest.input_ids[way[::-1]].tolist())
+    return tuple(forest.input_ids[path_to(forest, index)].tolist())
 
 
 @given(SEQUENCES)

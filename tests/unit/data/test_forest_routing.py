@@ -30,7 +30,6 @@ def routed(data: DBRecordData, offset: int = 0) -> DBRecordData:
 
 
 def assert_own(forest: TokenForest) -> None:
-    assert forest.routing is not None
     assert (forest.routing.experts == by_id(forest.input_ids)).all()
 
 
@@ -60,7 +59,6 @@ def group(*routings: int | None) -> list[TokenForest]:
 
 def test_a_merged_token_has_the_experts_of_the_first_that_has_some() -> None:
     (forest,) = group(None, 0, 7)
-    assert forest.routing is not None
     prompt = int(np.flatnonzero(forest.owner >= 0)[0])
     assert prompt > 0
     assert (forest.routing.experts[:prompt] == by_id(forest.input_ids)[:prompt]).all()

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from snapshots import call
+from model_calls import TASK, model_call, record
 
 from agentrl.data.rescore import scorer_context
 from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.record import Record
-from agentrl.documents.task import Task
-
-TASK = Task(id="train/0/t", task_id="t", split="train", epoch=0, order=0, query="q")
 
 
 def made(index: int, parent: int | None, text: str) -> DispatchedSamplingTask:
-    changes: dict[str, Any] = {
-        "id": f"r/{index}", "record": "r", "parent": None if parent is None else f"r/{parent}",
-        "messages": ({"role": "user", "content": f"ask {text}"},),
-        "response": {"role": "assistant", "content": text}, "tool_executions": (),
-    }  # fmt: skip
-    return call(index, **changes)
+    messages = ({"role": "user", "content": f"ask {text}"},)
+    return model_call(record().id, index, parent, messages=messages,
+                      response={"role": "assistant", "content": text})  # fmt: skip
 
 
 def shown(*calls: DispatchedSamplingTask) -> list[str]:
-    record = Record(id="r", task=TASK.id, traj_id=0, attempt=1, split="train", epoch=0, query="q")
-    return [message["content"] for message in scorer_context(TASK, record, calls, "").messages]
+    return [message["content"] for message in scorer_context(TASK, record(), calls, "").messages]
 
 
 def test_calls_in_a_row_are_one_conversation_from_the_last_reset_on() -> None:

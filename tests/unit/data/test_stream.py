@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import pytest
 from fake_store import FakeStore
@@ -16,16 +16,11 @@ from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import TrainingError
 
-if TYPE_CHECKING:
-    from agentrl.store.client import Store
 
-
-def stream(store: FakeStore, **changes: Any) -> DataStream:
-    settings = StreamSettings(
-        groups_per_step=2, num_epochs=1, freshness=Freshness(max_staleness=1),
-        wait_seconds=30.0,
-    )  # fmt: skip
-    return DataStream(cast("Store", store), replace(settings, **changes))
+def stream(store: Any, replay: dict[int, tuple[str, ...]] | None = None, **changes: Any) -> DataStream:
+    fresh = Freshness(max_staleness=1)
+    settings = StreamSettings(groups_per_step=2, num_epochs=1, freshness=fresh, wait_seconds=30.0)
+    return DataStream(store, replace(settings, **changes), replay)
 
 
 @pytest.fixture
@@ -58,7 +53,6 @@ async def test_a_step_waits_for_its_groups(store: FakeStore) -> None:
     assert not waiting.done()
     store.add(*group("b"), *group("c"))
     batch = await waiting
-    assert batch is not None
     assert batch.groups == ("a", "b")
     assert [item.id for item in batch.data] == ["a/0/1", "a/1/1", "b/0/1", "b/1/1"]
     assert not batch.is_rest
@@ -67,7 +61,6 @@ async def test_a_step_waits_for_its_groups(store: FakeStore) -> None:
 async def test_data_that_are_too_old_are_marked_and_not_trained(store: FakeStore) -> None:
     store.add(*group("old", version=1), *group("a", version=2), *group("b", version=3))
     batch = await stream(store).take(4)
-    assert batch is not None
     assert batch.groups == ("a", "b")
     assert store.with_status(DataStatus.STALE) == ["old/0/1", "old/1/1"]
 
@@ -77,9 +70,8 @@ async def test_the_rest_is_trained_when_sampling_has_ended(store: FakeStore) -> 
     store.unfinished_groups = 0
     data = stream(store)
     batch = await data.take(1)
-    assert batch is not None
     assert batch.is_rest
-    store.data = {id: replace(item, status=DataStatus.TRAINED) for id, item in store.data.items()}
+    store.set_status(batch.data, DataStatus.TRAINED)
     assert await data.take(2) is None
 
 
@@ -94,7 +86,6 @@ async def test_the_next_step_is_fetched_ahead(store: FakeStore) -> None:
     data = stream(store)
     data.prefetch(2)
     batch = await data.take(2)
-    assert batch is not None
     assert batch.groups == ("a", "b")
     await data.close()
 
@@ -104,7 +95,6 @@ async def test_what_was_fetched_for_another_step_is_chosen_anew(store: FakeStore
     data = stream(store)
     data.prefetch(2)
     batch = await data.take(3)
-    assert batch is not None
     assert batch.groups == ("a", "b")
 
 
@@ -115,7 +105,6 @@ async def test_a_rest_that_was_fetched_ahead_is_chosen_anew(store: FakeStore) ->
     await asyncio.sleep(0)
     store.add(*group("again"))
     batch = await data.take(2)
-    assert batch is not None
     assert batch.groups == ("again",)
 
 
@@ -132,19 +121,14 @@ async def test_a_group_that_took_long_is_trained_before_it_goes_stale(store: Fak
     store.add(*(item for name in "bcd" for item in group(name, version=0)))
     data = stream(store)
     first = await data.take(1)
-    assert first is not None
     assert first.groups == ("b", "c")
-    for id in (item.id for item in first.data):
-        store.data[id] = replace(store.data[id], status=DataStatus.TRAINED)
+    store.set_status(first.data, DataStatus.TRAINED)
     store.add(*(item for name in "ef" for item in group(name, version=1)), *group("a", version=0))
     second = await data.take(2)
-    assert second is not None
     assert second.groups == ("a", "d")
     assert data.count_stale() == 0
-    for id in (item.id for item in second.data):
-        store.data[id] = replace(store.data[id], status=DataStatus.TRAINED)
+    store.set_status(second.data, DataStatus.TRAINED)
     third = await data.take(3)
-    assert third is not None
     assert (third.groups, data.count_stale()) == (("e", "f"), 0)
 
 
@@ -165,7 +149,6 @@ async def test_old_data_are_set_aside_or_cut_or_weighed(
     store.add(*spanning("old", 0, 1), *spanning("a", 1, 4), *spanning("b", 4))
     data = stream(store, freshness=Freshness(max_staleness=1, policy=policy, decay=1.0))
     batch = await data.take(5)
-    assert batch is not None
     assert batch.groups == groups
     assert (data.count_stale(), data.count_stale()) == (stale, 0)
     assert sum(item.trainable_tokens for item in batch.data) == tokens
@@ -173,22 +156,17 @@ async def test_old_data_are_set_aside_or_cut_or_weighed(
 
 async def test_an_undone_step_takes_what_it_took_whatever_else_is_ready(store: FakeStore) -> None:
     store.add(*group("new", version=9), *group("a", version=1), *group("b", version=1))
-    settings = stream(store)._settings
-    data = DataStream(cast("Store", store), settings, {10: ("b/1/1", "a/0/1"), 11: ("a/1/1",)})
+    data = stream(store, {10: ("b/1/1", "a/0/1"), 11: ("a/1/1",)})
     first = await data.take(10)
-    assert first is not None
     assert [item.id for item in first.data] == ["b/1/1", "a/0/1"]
     second = await data.take(11)
-    assert second is not None
     assert (second.groups, store.with_status(DataStatus.STALE)) == (("a",), [])
 
 
 async def test_an_undone_step_whose_data_are_taken_chooses_anew(store: FakeStore) -> None:
     store.add(*group("a"), *group("b"))
     store.data["c/0/1"] = replace(group("c")[0], status=DataStatus.TRAINED)
-    data = DataStream(cast("Store", store), stream(store)._settings, {1: ("c/0/1",)})
-    batch = await data.take(1)
-    assert batch is not None
+    batch = await stream(store, {1: ("c/0/1",)}).take(1)
     assert batch.groups == ("a", "b")
 
 
@@ -196,7 +174,6 @@ async def test_a_datum_that_cannot_be_trained_is_set_aside_and_its_group_trained
     store.add(*group("a"), *group("b"))
     data = stream(store, problem_of=lambda item: "too long" if item.id == "a/1/1" else None)
     batch = await data.take(1)
-    assert batch is not None
     assert [item.id for item in batch.data] == ["a/0/1", "b/0/1", "b/1/1"]
     assert store.with_status(DataStatus.QUARANTINED) == ["a/1/1"]
     assert (data.count_quarantined(), data.count_quarantined()) == (1, 0)
@@ -205,7 +182,6 @@ async def test_a_datum_that_cannot_be_trained_is_set_aside_and_its_group_trained
 async def test_a_group_of_which_nothing_can_be_trained_makes_way(store: FakeStore) -> None:
     store.add(*group("a"), *group("b"), *group("c"))
     batch = await stream(store, problem_of=lambda item: "bad" if item.task == "a" else None).take(1)
-    assert batch is not None
     assert batch.groups == ("b", "c")
 
 
@@ -219,12 +195,10 @@ async def test_many_groups_in_a_row_that_cannot_be_trained_end_training(store: F
 
 async def test_an_undone_step_leaves_out_what_cannot_be_trained_any_more(store: FakeStore) -> None:
     store.add(*group("a"), *group("b"))
-    problem_of = {"a/0/1": "bad"}.get
-    settings = replace(stream(store)._settings, problem_of=lambda item: problem_of(item.id))
-    data = DataStream(cast("Store", store), settings, {1: ("b/1/1", "a/0/1", "b/0/1")})
+    replay = {1: ("b/1/1", "a/0/1", "b/0/1")}
+    data = stream(store, replay, problem_of=lambda item: "bad" if item.id == "a/0/1" else None)
     for _ in range(2):
         batch = await data.take(1)
-        assert batch is not None
         assert [item.id for item in batch.data] == ["b/1/1", "b/0/1"]
     assert store.with_status(DataStatus.QUARANTINED) == ["a/0/1"]
 
@@ -233,7 +207,6 @@ async def test_ages_count_from_the_step_that_a_version_was_published_at(store: F
     store.publish({20: 20, 21: 11}, withdrawn=[20])
     store.add(*spanning("a", 20, 21), *spanning("b", 9, 21))
     batch = await stream(store, freshness=Freshness(max_staleness=4)).take(14)
-    assert batch is not None
     assert batch.ages == {9: 4, 20: 0, 21: 2}
 
 
@@ -243,7 +216,6 @@ async def test_data_of_a_version_that_was_never_published_are_set_aside(
     store.add(*group("a"), *group("b"))
     store.add(sampled_by(store.data["a/1/1"], 0, 77))
     batch = await stream(store).take(1)
-    assert batch is not None
     assert [item.id for item in batch.data] == ["a/0/1", "b/0/1", "b/1/1"]
     assert store.with_status(DataStatus.QUARANTINED) == ["a/1/1"]
     assert "no policy version 77 was published: it has no age" in caplog.text
@@ -252,10 +224,8 @@ async def test_data_of_a_version_that_was_never_published_are_set_aside(
 async def test_a_version_that_was_published_since_is_read(store: FakeStore) -> None:
     store.add(*group("a"), *group("b"), *group("c", version=10), *group("d", version=10))
     data = stream(store)
-    assert await data.take(1) is not None
-    for id in ("a/0/1", "a/1/1", "b/0/1", "b/1/1"):
-        store.data[id] = replace(store.data[id], status=DataStatus.TRAINED)
+    first = await data.take(1)
+    store.set_status(first.data, DataStatus.TRAINED)
     store.publish({10: 1})
     batch = await data.take(2)
-    assert batch is not None
     assert (batch.groups, batch.ages) == (("c", "d"), {10: 0})

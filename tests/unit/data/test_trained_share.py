@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+from model_calls import model_call
 
 from agentrl.data.trained_share import describe_share, why_untrained
 from agentrl.documents.model_call import DispatchedSamplingTask, FixedModelCall
-from agentrl.documents.status import CallStatus
 
 
 def call(index: int, tokens: int, parent: int | None = None, **changes: Any) -> DispatchedSamplingTask:
     """A call of ``tokens`` tokens behind the call ``parent``, or at a root of its own."""
-    made = DispatchedSamplingTask(
-        id=f"r/{index}", record="r", index=index, parent=None if parent is None else f"r/{parent}",
-        status=CallStatus.COMPLETED, messages=({"role": "system", "content": "agent"},), response={},
-        finish_reason="stop", versions=(), prompt_tokens=9, generated_tokens=tokens, engine="e",
-        generate_seconds=0.1, context_ids=b"", output_ids=b"", logprobs=b"",
-    )  # fmt: skip
-    return replace(made, **changes)
+    messages = ({"role": "system", "content": "agent"},)
+    return model_call("r", index, parent, generated_tokens=tokens, **{"messages": messages, **changes})
 
 
 def test_an_agent_that_rewrites_its_history_is_told_of_the_rule_agent() -> None:

@@ -3,68 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
+from model_calls import TASK, model_call, record
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.trajectory_tree import to_training_data
-from agentrl.documents.model_call import (
-    DispatchedSamplingTask,
-    VersionSpan,
-    pack_floats,
-    pack_ids,
-    unpack_floats,
-    unpack_ids,
-)
-from agentrl.documents.record import Record
+from agentrl.documents.model_call import DispatchedSamplingTask, pack_floats, unpack_floats, unpack_ids
 from agentrl.documents.status import CallStatus
-from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, Node
 from agentrl.errors import StoreError
 
-TASK = Task(id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="q")
-RECORD = Record(
-    id="train/0/a/0/1",
-    task=TASK.id,
-    traj_id=0,
-    attempt=1,
-    split="train",
-    epoch=0,
-    query="q",
-    score=1.0,
-    turns=2,
-)
-
-
-def call(
-    index: int,
-    parent: int | None,
-    context: list[int],
-    output: list[int],
-    *,
-    status: CallStatus = CallStatus.COMPLETED,
-    versions: tuple[tuple[int, int, int], ...] | None = None,
-) -> DispatchedSamplingTask:
-    spans = versions if versions is not None else ((0, 0, len(output)),)
-    return DispatchedSamplingTask(
-        id=f"{RECORD.id}/{index}",
-        record=RECORD.id,
-        index=index,
-        parent=None if parent is None else f"{RECORD.id}/{parent}",
-        status=status,
-        messages=(),
-        response={"content": "", "tool_calls": []},
-        finish_reason="stop",
-        versions=tuple(VersionSpan(version=v, start=s, end=e) for v, s, e in spans),
-        prompt_tokens=0,
-        generated_tokens=len(output),
-        engine="e",
-        generate_seconds=0.1,
-        context_ids=pack_ids(context),
-        output_ids=pack_ids(output),
-        logprobs=pack_floats([-token / 100 for token in output]),
-    )
+RECORD = record(turns=2)
+call = partial(model_call, RECORD.id)
+"""A call by its index, its parent's, the ids of its context and of its output."""
 
 
 def convert(*calls: DispatchedSamplingTask, advantage: float = 0.5, **config: object) -> DBRecordData:
@@ -112,13 +66,10 @@ def test_several_continuations_of_one_call_share_its_node() -> None:
     np.testing.assert_allclose(unpack_floats(data.behavior_logprobs), [-0.10, -0.11, -0.13, -0.12], rtol=1e-6)
 
 
-def test_a_span_per_policy_version() -> None:
+def test_a_span_per_policy_version_and_neighboring_spans_of_one_version_merge() -> None:
     data = convert(call(0, None, [1], [10, 11, 12], versions=((3, 0, 1), (3, 1, 1), (4, 1, 3))))
     assert [(s.start, s.end, s.version) for s in data.spans] == [(1, 2, 3), (2, 4, 4)]
     assert (data.min_version, data.max_version) == (3, 4)
-
-
-def test_neighboring_spans_of_one_version_merge() -> None:
     data = convert(call(0, None, [1], [10, 11], versions=((3, 0, 1), (3, 1, 2))))
     assert [(s.start, s.end, s.version) for s in data.spans] == [(1, 3, 3)]
 

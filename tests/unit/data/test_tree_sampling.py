@@ -7,51 +7,28 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from model_calls import TASK, model_call, record
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import GroupRules, explain_difference
 from agentrl.data.trajectory_tree import call_temperature, mask_reason, masked_calls, to_training_data
-from agentrl.documents.model_call import (
-    DispatchedSamplingTask,
-    VersionSpan,
-    pack_floats,
-    pack_ids,
-    unpack_floats,
-    unpack_ids,
-)
-from agentrl.documents.record import Record
+from agentrl.documents.model_call import DispatchedSamplingTask, pack_floats, unpack_floats, unpack_ids
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.sampling_mask import SamplingMask
-from agentrl.documents.status import CallStatus, RecordStatus
-from agentrl.documents.task import Slot, Task
+from agentrl.documents.status import RecordStatus
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import StoreError
 from agentrl.store.groups import StoredGroup
 
-TASK = Task(
-    id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="q",
-    slots=(Slot(traj_id=0), Slot(traj_id=1)),
-)  # fmt: skip
 CONFIG = GroupConfig()
-
-
-def record(traj: int = 0, score: float = 1.0) -> Record:
-    return Record(
-        id=f"{TASK.id}/{traj}/1", task=TASK.id, traj_id=traj, attempt=1, split="train", epoch=0, query="q",
-        score=score, turns=3,
-    )  # fmt: skip
 
 
 def call(index: int, *, traj: int = 0, **changes: Any) -> DispatchedSamplingTask:
     """One of three turns, with the parameters of a request and ``changes``."""
-    name = record(traj).id
-    params = SamplingParams(max_new_tokens=9).to_request() | {"sampling_seed": 5} | changes
-    return DispatchedSamplingTask(
-        id=f"{name}/{index}", record=name, index=index, parent=f"{name}/{index - 1}" if index else None,
-        status=CallStatus.COMPLETED, messages=(), response={}, finish_reason="stop",
-        versions=(VersionSpan(version=0, start=0, end=2),), prompt_tokens=0, generated_tokens=2, engine="e",
-        sampling_params=params, generate_seconds=0.1, context_ids=pack_ids([5, 6]),
-        output_ids=pack_ids([10 * index, 10 * index + 1]), logprobs=pack_floats([-0.5 - index, -1.0 - index]),
+    return model_call(
+        record(traj).id, index, index - 1 if index else None, [5, 6], [10 * index, 10 * index + 1],
+        sampling_params=SamplingParams(max_new_tokens=9).to_request() | {"sampling_seed": 5} | changes,
+        logprobs=pack_floats([-0.5 - index, -1.0 - index]),
     )  # fmt: skip
 
 
@@ -62,7 +39,6 @@ def convert(*calls: DispatchedSamplingTask, advantage: float = 0.5, **options: A
 def test_spans_have_the_temperature_of_their_call() -> None:
     calls = (call(0, temperature=0.5), call(1), replace(call(2), sampling_params={}))
     data = convert(*calls)
-    assert data is not None
     assert [span.temperature for span in data.spans] == [0.5, 1.0, 1.0]
     assert explain_difference(data, calls, CONFIG) is None
     colder = replace(data, spans=(replace(data.spans[0], temperature=0.4), *data.spans[1:]))
@@ -91,7 +67,6 @@ def test_what_shapes_the_distribution_masks_the_call(changes: dict[str, Any], re
     shaped = call(1, **changes)
     assert mask_reason(shaped) == reason
     data = convert(call(0), shaped, call(2))
-    assert data is not None
     assert unpack_ids(data.input_ids).tolist() == [5, 6, 0, 1, 5, 6, 10, 11, 5, 6, 20, 21]
     assert [span.call for span in data.spans] == [0, 2]
     assert unpack_floats(data.behavior_logprobs).tolist() == [-0.5, -1.0, -2.5, -3.0]
@@ -104,7 +79,6 @@ def test_what_shapes_the_distribution_masks_the_call(changes: dict[str, Any], re
 def test_logprobs_of_the_sampled_distribution_are_trained() -> None:
     shaped = replace(call(0, top_p=0.9, temperature=0.7), logprobs_of="sampled")
     data = convert(shaped)
-    assert data is not None
     assert [span.temperature for span in data.spans] == [0.7]
     assert mask_reason(replace(shaped, logprobs_of="other")) == "top_p 0.9"
     assert mask_reason(replace(call(0), logprobs_of="other")) == "logprobs of several distributions"
@@ -119,7 +93,6 @@ def test_a_truncated_call_brings_the_ids_that_its_tokens_were_sampled_from() -> 
         call(0), replace(call(1, top_p=0.9), logprobs_of="truncated", sampling_mask=mask.pack()), call(2)
     )  # fmt: skip
     data = convert(*calls)
-    assert data is not None
     found = SamplingMask.unpack(data.sampling_mask, data.trainable_tokens)
     assert found.counts.tolist() == [0, 0, 2, 1, 0, 0]
     assert explain_difference(data, calls, CONFIG) is None
@@ -131,7 +104,6 @@ def test_a_truncated_call_brings_the_ids_that_its_tokens_were_sampled_from() -> 
 
 def test_supervised_data_take_every_call_at_temperature_1() -> None:
     data = convert(call(0, temperature=0.0), call(1, top_p=0.9, temperature=0.6), supervised=True)
-    assert data is not None
     assert [(span.call, span.temperature) for span in data.spans] == [(0, 1.0), (1, 1.0)]
 
 

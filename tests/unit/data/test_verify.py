@@ -6,36 +6,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from model_calls import TASK, model_call, record
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import explain_difference
 from agentrl.data.trajectory_tree import to_training_data
-from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
-from agentrl.documents.record import Record
+from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.status import CallStatus
-from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import StoreError
 
 CONFIG = GroupConfig()
-TASK = Task(id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="q")
-RECORD = Record(
-    id="train/0/a/0/1", task=TASK.id, traj_id=0, attempt=1, split="train", epoch=0, query="q",
-    score=1.0, turns=2,
-)  # fmt: skip
-
-
-def call(index: int, status: CallStatus = CallStatus.COMPLETED) -> DispatchedSamplingTask:
-    return DispatchedSamplingTask(
-        id=f"{RECORD.id}/{index}", record=RECORD.id, index=index,
-        parent=f"{RECORD.id}/{index - 1}" if index else None, status=status, messages=(), response={},
-        finish_reason="stop", versions=(VersionSpan(version=index, start=0, end=2),), prompt_tokens=0,
-        generated_tokens=2, engine="e", generate_seconds=0.1, context_ids=pack_ids([5, 6]),
-        output_ids=pack_ids([7, 8 + index]), logprobs=pack_floats([-0.5, -1.0]),
-    )  # fmt: skip
-
-
-CALLS = (call(0), call(1, CallStatus.FORMAT_ERROR))
+RECORD = record(turns=2)
+CALLS = (
+    model_call(RECORD.id, 0, None, [5, 6], [7, 8]),
+    model_call(RECORD.id, 1, 0, [5, 6], [7, 9], versions=[(1, 0, 2)], status=CallStatus.FORMAT_ERROR),
+)
 
 
 def data(config: GroupConfig = CONFIG) -> DBRecordData:
@@ -64,9 +50,7 @@ def test_the_rules_say_which_calls_must_be_there() -> None:
     ],
 )  # fmt: skip
 def test_what_differs_is_named(name: str, value: Any) -> None:
-    difference = explain_difference(replace(data(), **{name: value}), CALLS, CONFIG)
-    assert difference is not None
-    assert difference.startswith(f"{name}: ")
+    assert explain_difference(replace(data(), **{name: value}), CALLS, CONFIG).startswith(f"{name}: ")
 
 
 def test_data_without_a_token_to_train_are_told() -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import Any
 
 import pytest
 from fake_store import FakeStore
 
 from agentrl.data.freshness import VersionSteps
 
-if TYPE_CHECKING:
-    from agentrl.store.client import Store
-
 
 @pytest.fixture
-def store() -> FakeStore:
+def store() -> Any:
     """Resumed at step 10 of 20, and at 12: versions 21, 22, 23 are of steps 11, 12, 13, and 24 is of 13."""
     store = FakeStore()
     store.publish({number: number for number in range(21)}, withdrawn=range(11, 21))
@@ -37,15 +34,15 @@ def store() -> FakeStore:
 async def test_versions_before_a_step_are_ranges(
     store: FakeStore, step: int, ranges: tuple[tuple[int, int], ...]
 ) -> None:
-    assert await VersionSteps(cast("Store", store)).published_before(step) == ranges
+    assert await VersionSteps(store).published_before(step) == ranges
 
 
-async def test_an_age_is_never_negative_and_only_that_of_a_published_version(store: FakeStore) -> None:
-    steps = VersionSteps(cast("Store", store))
+async def test_an_age_is_never_negative_and_only_that_of_a_published_version(store: Any) -> None:
+    steps = VersionSteps(store)
     assert await steps.ages([9, 20, 21, 24, 99], 14) == {9: 5, 20: 0, 21: 3, 24: 1}
 
 
-async def test_every_version_is_read_once(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_version_is_read_once(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     steps_above = store.policy_versions.steps_above
 
@@ -55,7 +52,7 @@ async def test_every_version_is_read_once(store: FakeStore, monkeypatch: pytest.
         return found
 
     monkeypatch.setattr(store.policy_versions, "steps_above", count)
-    steps = VersionSteps(cast("Store", store))
+    steps = VersionSteps(store)
     for step in range(3):
         await steps.published_before(step)
         await steps.ages([1, 2, 99], step)

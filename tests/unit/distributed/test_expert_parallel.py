@@ -89,7 +89,6 @@ def test_without_a_row_every_parameter_gets_a_gradient_of_zeros(implementation: 
     result.sum().backward()
     assert rows.grad is not None
     for parameter in experts.parameters():
-        assert parameter.grad is not None
         assert not parameter.grad.any()
 
 

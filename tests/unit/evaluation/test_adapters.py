@@ -20,7 +20,6 @@ from agentrl.weights.merged import merged_model
 def adapter_of(base: Path, folder: Path) -> dict[str, torch.Tensor]:
     """Write an adapter with random weights; return the model's weights with it."""
     policy = load_policy(ModelConfig(model_name_or_path=str(base)), None, AdapterConfig(lora_rank=4))
-    assert policy.adapter is not None
     torch.manual_seed(0)
     for _, parameter in policy.adapter.named_parameters():
         torch.nn.init.normal_(parameter, std=0.1)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
-from agentrl.documents.images import Image
-from agentrl.documents.model_call import PartialGeneration, VersionSpan
+from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import EngineError
 from agentrl.evaluation import progress as progress_module
 from agentrl.evaluation.engines import FixedVersionRouter
 from agentrl.evaluation.progress import Progress, StoppedError
-from agentrl.inference.engine import EncodedIds, Generation, Held
-from agentrl.inference.engine import Progress as TokenProgress
+from agentrl.inference.engine import Generation
 
 
 def generation(*versions: int) -> Generation:
@@ -31,32 +30,14 @@ def generation(*versions: int) -> Generation:
 class Engine:
     """Gives the generations of a script, and is its own router."""
 
-    context_length: int | None = 64
-    partial: PartialGeneration | None = None
-
     def __init__(self, *script: Generation) -> None:
         self.script = list(script)
 
-    async def generate(
-        self,
-        input_ids: Sequence[int],
-        params: SamplingParams,
-        progress: TokenProgress | None = None,
-        images: Sequence[Image] = (),
-        encoded: EncodedIds | None = None,
-        *,
-        routed_from: int | None = None,
-    ) -> Generation:
+    async def generate(self, *arguments: Any, **options: Any) -> Generation:
         return self.script.pop(0)
 
     @asynccontextmanager
-    async def session(
-        self,
-        traj_id: str,
-        group: str | None = None,
-        partial: PartialGeneration | None = None,
-        held: Held = nullcontext,
-    ) -> AsyncIterator[Engine]:
+    async def session(self, *arguments: Any) -> AsyncIterator[Engine]:
         yield self
 
 

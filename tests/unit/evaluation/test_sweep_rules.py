@@ -27,7 +27,6 @@ def sweep(seeds: Sequence[int] = (0, 1, 2), **more: object) -> Sweep:
 def test_the_example_is_a_grid_over_three_orders() -> None:
     found = read_sweep(EXAMPLE)
     assert found.run == "quickstart"
-    assert found.eval is not None
     assert Path(found.eval.file).is_file()
     assert [setting.flags["loss_calculater"] for setting in found.all] == ["GRPO", "GRPO", "GSPO", "GSPO"]
     names = {found.child(setting, seed) for setting in found.all for seed in found.seeds}
@@ -49,11 +48,7 @@ def test_the_example_is_a_grid_over_three_orders() -> None:
         ("name: s\nrun: math\nsettings: [{}]\nmin_seeds: 0\n", 4, "min_seeds is 0; it must be above 0"),
         ("name: s p\nrun: math\nsettings: [{}]\n", 1, "name is 's p'"),
         ("name: s\nrun: math\nsettings: [{}]\neval:\n  file: gone.jsonl\n", 5, "gone.jsonl"),
-        (
-            "name: s\nrun: math\nsettings: [{}]\neval:\n  file: e\n  flags:\n    max_turn: 1\n",
-            7,
-            "--max_turn",
-        ),
+        ("name: s\nrun: math\nsettings: [{}]\neval:\n  file: e\n  flags:\n    max_turn: 1\n", 7, "max_turn"),
     ],
 )
 def test_errors_name_the_line_the_value_and_the_fix(tmp_path: Path, text: str, line: int, said: str) -> None:
@@ -109,7 +104,6 @@ def test_a_setting_is_stopped_when_the_interval_against_the_best_excludes_zero()
     assert missing(found, children=two) == {(FAST, 2), (SLOW, 2)}
     [worst] = [item for item in standings(found, two, race(found, two)) if item.stopped_after]
     assert (worst.setting, worst.stopped_after) == (Setting({}), 2)
-    assert worst.against_best is not None
     assert worst.against_best.effect.low > 0.2
     assert race(found, children(found, means)).missing == ()
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from parsed_flags import parsed
 
 from agentrl.config.agreement import require_trainable
-from agentrl.config.load import parse
 from agentrl.config.schema import AgentConfig
 from agentrl.errors import ConfigError
 from agentrl.launch.memory import fitted_limits
@@ -17,7 +17,7 @@ from agentrl.launch.memory import fitted_limits
 
 def limits(tmp_path: Path, own: int, *words: str, longest: int = 161536) -> dict[str, int]:
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": own}))
-    configs = parse(["--fit_turns", "200", *words], command="agentrl launch", description="", shown=[])
+    configs = parsed("--fit_turns", "200", *words, command="agentrl launch")
     found = fitted_limits(configs, str(tmp_path), longest)
     require_trainable(configs.with_flags(found))
     return found

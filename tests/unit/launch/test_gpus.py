@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from parsed_flags import parsed
 
-from agentrl.config.load import Configs, parse
 from agentrl.errors import ConfigError
 from agentrl.launch import gpus, placement
 from agentrl.launch.gpus import UnseenGpuError, find_gpus
@@ -37,20 +37,17 @@ def torch_sees(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_gpus_are_numbered_as_nvidia_smi_does(torch_sees: list[Any]) -> None:
     found = find_gpus({})
-    assert found is not None
     assert (found.names, found.kind) == (("0", "1", "2", "3"), "NVIDIA H100")
     assert found.memory_gib == (79.0,) * 4
     assert found.order == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     torch_sees[0] = [True, [H100] * 4]
     amd = find_gpus({})
-    assert amd is not None
     assert amd.variable == "HIP_VISIBLE_DEVICES"
 
 
 @pytest.mark.parametrize("visible", ["2,3,6,7", "GPU-a,GPU-b, GPU-c,GPU-d", "4,5,6,7,9"])
 def test_gpus_of_a_job_keep_their_names(torch_sees: list[Any], visible: str) -> None:
     found = find_gpus({"CUDA_VISIBLE_DEVICES": visible})
-    assert found is not None
     assert found.names == tuple(name.strip() for name in visible.split(","))[:4]
     assert found.order == {}
 
@@ -58,7 +55,6 @@ def test_gpus_of_a_job_keep_their_names(torch_sees: list[Any], visible: str) -> 
 def test_each_mig_instance_is_counted(torch_sees: list[Any]) -> None:
     torch_sees[0] = lambda env: [False, [(env["CUDA_VISIBLE_DEVICES"], 10 * 2**30)]]
     found = find_gpus({"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"})
-    assert found is not None
     assert (found.names, found.kind) == (("MIG-a", "MIG-b"), "MIG-a and MIG-b")
 
 
@@ -82,17 +78,13 @@ def test_torch_that_sees_no_gpu_is_told_from_no_gpu(monkeypatch: pytest.MonkeyPa
         find_gpus({})
 
 
-def configs(*words: str) -> Configs:
-    return parse(words, command="agentrl launch", description="", shown=())
-
-
 def test_gpus_that_are_named_and_missing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "find_gpus", lambda environment: None)
     lines: list[str] = []
-    assert place_processes(configs(), lines.append, trains=True, serves=True) is None
+    assert place_processes(parsed(), lines.append, trains=True, serves=True) is None
     assert lines == []
     with pytest.raises(ConfigError, match=r"--train_gpus is given, and there is no GPU here"):
-        place_processes(configs("--train_gpus", "0"), lines.append, trains=True, serves=True)
+        place_processes(parsed("--train_gpus", "0"), lines.append, trains=True, serves=True)
 
 
 def test_the_placement_is_reported_and_an_unseen_gpu_too(
@@ -101,11 +93,11 @@ def test_the_placement_is_reported_and_an_unseen_gpu_too(
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     lines: list[str] = []
-    assert place_processes(configs(), lines.append, trains=False, serves=False) is None
+    assert place_processes(parsed(), lines.append, trains=False, serves=False) is None
     torch_sees[0] = [False, [H100]]
-    assert place_processes(configs(), lines.append, trains=True, serves=True) is not None
+    assert place_processes(parsed(), lines.append, trains=True, serves=True) is not None
     torch_sees[0] = [False, []]
-    assert place_processes(configs(), lines.append, trains=True, serves=True) is None
+    assert place_processes(parsed(), lines.append, trains=True, serves=True) is None
     assert lines == [
         "1 GPU (NVIDIA H100, 79.0 GiB): the trainer and the engine take turns on it; the engine takes 0.8 of"
         " its memory (--inf_mem_ratio)",

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from agentrl.config.load import parse
+import pytest
+from parsed_flags import parsed
+
 from agentrl.config.schema import PlacementConfig
 from agentrl.errors import ConfigError
 from agentrl.launch.gpus import Gpus
 from agentrl.launch.placement import Need, Placement, place, ranges
 
 
-def gpus(count: int, *names: str, memory: float = 79.1) -> Gpus:
-    return Gpus(
-        names=names or tuple(map(str, range(count))), kind="NVIDIA H100", memory_gib=(memory,) * count
-    )
+def gpus(count: int, *names: str) -> Gpus:
+    named = names or tuple(map(str, range(count)))
+    return Gpus(names=named, kind="NVIDIA H100", memory_gib=(79.1,) * count)
 
 
-def divide(
-    machine: Gpus | int, *words: str, trains: bool = True, serves: bool = True, has_images: bool = False,
-    machines: int = 1,
-) -> Placement:  # fmt: skip
+def divide(machine: Gpus | int, *words: str, **needs: Any) -> Placement:
     found = gpus(machine) if isinstance(machine, int) else machine
-    configs = parse(["--engine", "sglang", *words], command="agentrl launch", description="", shown=())
-    need = Need.of(
-        configs, found, trains=trains, serves=serves, has_images=has_images, machines=machines
-    )  # fmt: skip
-    return place(found, configs[PlacementConfig], need)
+    configs = parsed("--engine", "sglang", *words)
+    usual = {"trains": True, "serves": True, "has_images": False, "machines": 1}
+    return place(found, configs[PlacementConfig], Need.of(configs, found, **(usual | needs)))
 
 
 @pytest.mark.parametrize(
@@ -112,10 +108,7 @@ def test_sizes_of_a_trainer_on_several_machines_count_all_of_them() -> None:
 @pytest.mark.parametrize(
     ("count", "words", "message", "hint"),
     [
-        (
-            8, "--train_gpus 0-4 --engine_gpus 4-7 --colocate false", "both name GPU 4",
-            "give each GPU to one of them",
-        ),
+        (8, "--train_gpus 0-4 --engine_gpus 4-7 --colocate false", "both name GPU 4", "to one of them"),
         (8, "--train_gpus 0-8", r"names GPU 8, and there are 8 GPUs", "numbers up to 7"),
         (8, "--train_gpus 0,0", "names a GPU twice", "once"),
         (8, "--train_gpus 3-1", "names no GPU", "smaller number first"),

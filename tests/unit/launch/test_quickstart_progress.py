@@ -44,7 +44,6 @@ def test_the_first_step_tells_the_rest_and_a_fast_machine_keeps_the_least_limit(
 
 def test_the_slower_of_training_and_sampling_is_the_first_estimate(clock: Clock) -> None:
     line = pace(clock).step(1, METRICS, sampling=50.0)
-    assert line is not None
     assert "(53 s each)" in line
 
 
@@ -56,7 +55,6 @@ def test_the_default_limit_follows_the_measured_speed_up_to_the_longest(clock: C
     clock.now += 1000
     line = run.step(2, METRICS, sampling=0.0)
     assert run.deadline() == 1000.0 + 60 * LONGEST_MINUTES
-    assert line is not None
     assert line.endswith("the time limit of 60 min leaves time for about 2 of them: --minutes 278 trains all")
 
 
@@ -64,7 +62,6 @@ def test_minutes_that_a_user_gives_stay(clock: Clock) -> None:
     run = pace(clock, minutes=2.0)
     clock.now += 90
     line = run.step(1, METRICS, sampling=0.0)
-    assert line is not None
     assert "the time limit of 2 min leaves time for about 0 of them" in line
     assert run.deadline() == 1000.0 + 120
     assert not run.is_over
@@ -82,7 +79,6 @@ def test_the_rest_is_told_again_only_if_it_changes(clock: Clock) -> None:
         assert run.step(done, METRICS, sampling=0.0) is None
     clock.now += 300
     line = run.step(5, METRICS, sampling=0.0)
-    assert line is not None
     assert "the other 7 take about 12 min on this machine (100 s each)" in line
     assert run.step(12, METRICS, sampling=0.0) is None
 
@@ -92,7 +88,6 @@ def test_steps_that_no_poll_saw_count_in_the_mean(clock: Clock) -> None:
     run.step(1, METRICS, sampling=0.0)
     clock.now += 600
     line = run.step(4, METRICS, sampling=0.0)
-    assert line is not None
     assert "(200 s each)" in line
 
 
@@ -108,7 +103,6 @@ def test_a_run_that_its_limit_ends_names_the_slow_part(clock: Clock) -> None:
         "4 of 12 steps in 10 min: a step takes 45 s: 30 s of training (45 tokens/s), 12 s of waiting for"
         " samples, 3 s of publishing; training is the slowest part"
     )
-    assert error.hint is not None
     assert error.hint.startswith("the same command trains the rest: give it --minutes 11;")
 
 
@@ -118,7 +112,6 @@ def test_a_run_without_a_step_says_what_it_waited_for(clock: Clock) -> None:
     clock.now += 600
     error = run.ended(0)
     assert error.message == f"0 of 12 steps in 10 min: {run.waiting}"
-    assert error.hint is not None
     assert "--minutes 61" in error.hint
 
 
@@ -138,9 +131,7 @@ def test_a_start_is_told_by_changes_and_counts_at_most_every_few_seconds():
     assert lines.line(serving, 8.0) == "the engine is ready after 8 s; the samplers begin"
     assert lines.line(Start(True, 3, 1, 0), 9.0) is None
     late = lines.line(Start(True, 12, 3, 1), 8.0 + LINE_SECONDS)
-    assert late is not None
     assert "12 trajectories have a score, 3 of them are right; 1 of 4 groups are ready" in late
     trained = lines.line(Start(True, 40, 9, 5), 8.0 + 2 * LINE_SECONDS)
-    assert trained is not None
     assert trained.startswith("the trainer computes its step")
     assert lines.line(Start(True, 40, 9, 5), 8.0 + 4 * LINE_SECONDS) is None

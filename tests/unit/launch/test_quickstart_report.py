@@ -1,15 +1,14 @@
 """The trajectories and commands that the quickstart shows at its end."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from model_calls import model_call, record
 
 from agentrl.documents.base import now
-from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution
-from agentrl.documents.record import Record
-from agentrl.documents.status import CallStatus, RecordStatus
+from agentrl.documents.model_call import ToolExecution
+from agentrl.documents.status import RecordStatus
 from agentrl.launch.report import (
     WorthReading,
     choose_worth_reading,
@@ -44,23 +43,13 @@ def test_few_trajectories_are_no_error(scores):
 
 
 def test_an_excerpt_shows_calls_results_and_what_was_expected_without_control_characters():
-    record = Record(
-        id="train/0/calc-0001/0/1", task="train/0/calc-0001", traj_id=0, attempt=1, split="train", epoch=0,
-        query="What is 2 + 2?", answer="4", final_answer="5",
-    )  # fmt: skip
+    asked = record(query="What is 2 + 2?", answer="4", final_answer="5")
     tool = ToolExecution(
         name="calculate", arguments={"expression": "2 + 3"}, result="5", error=False, seconds=0.1
     )
-    call = DispatchedSamplingTask(
-        id="c/0", record=record.id, index=0, parent=None, status=CallStatus.COMPLETED, messages=(),
-        response={"content": ""}, tool_executions=(tool,), finish_reason="stop", versions=(), prompt_tokens=9,
-        generated_tokens=0, engine="http://127.0.0.1:1", generate_seconds=0.1, context_ids=b"",
-        output_ids=b"", logprobs=b"",
-    )  # fmt: skip
-    answer = replace(
-        call, id="c/1", index=1, response={"content": "<answer>5</answer>\x1b[31m\n"}, tool_executions=()
-    )
-    assert excerpt_lines(WholeTrajectory(record=record, calls=[call, answer])) == (
+    call = model_call(asked.id, 0, response={"content": ""}, tool_executions=(tool,))
+    answer = model_call(asked.id, 1, 0, response={"content": "<answer>5</answer>\x1b[31m\n"})
+    assert excerpt_lines(WholeTrajectory(record=asked, calls=[call, answer])) == (
         "question  What is 2 + 2?",
         'model     calculate({"expression": "2 + 3"}) = 5',
         "model     <answer>5</answer>",

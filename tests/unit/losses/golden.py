@@ -1,17 +1,15 @@
-"""Compute every loss as training does, and compare golden values: ``python tests/unit/losses/golden.py``."""
+"""The examples of docs/losses.md, with the golden value of every loss."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 
 import torch
 from recipes import RECIPES
-from torch import Tensor
 
 from agentrl.config.loss import OldLogprobs
 from agentrl.data.freshness import whitened
-from agentrl.losses.compute import Denominators, old_logprobs, reduce_losses, token_losses
+from agentrl.losses.compute import old_logprobs
 from agentrl.losses.loss import TokenBatch
 from agentrl.losses.settings import LossSettings
 
@@ -69,27 +67,15 @@ class Golden:
 
 
 def _case(
-    name: str,
-    expected: float,
-    loss: str = "GRPO",
-    *,
-    upper: float = 0.2,
-    correction: str = "",
-    token_mean: bool = True,
-    old: OldLogprobs = "recompute",
-    length_divisor: int | None = None,
+    name: str, expected: float, loss: str = "GRPO", *, upper: float = 0.2, correction: str = "",
+    token_mean: bool = True, old: OldLogprobs = "recompute", length_divisor: int | None = None,
     kept: tuple[int, ...] | None = None,
-) -> Golden:
+) -> Golden:  # fmt: skip
     settings = LossSettings(
-        loss_calculater=loss,
-        epsilon=0.2,
-        epsilon_higher=upper - 0.2,
-        importance_correction=correction,
-        token_level_loss=token_mean,
-        skip_length_normalization=not token_mean,
-        old_logprobs=old,
+        loss_calculater=loss, epsilon=0.2, epsilon_higher=upper - 0.2, importance_correction=correction,
+        token_level_loss=token_mean, skip_length_normalization=not token_mean, old_logprobs=old,
         loss_length_divisor=length_divisor,
-    )
+    )  # fmt: skip
     return Golden(name=name, settings=settings, expected=expected, kept=kept)
 
 
@@ -130,47 +116,7 @@ def batch_of(example: Example, settings: LossSettings) -> TokenBatch:
     return TokenBatch(
         logprobs=torch.tensor(example.logprobs, requires_grad=True),
         old_logprobs=old_logprobs(settings.old_logprobs, torch.tensor(example.start), behavior, age),
-        behavior_logprobs=behavior,
-        reference_logprobs=torch.tensor(example.reference),
-        advantages=torch.tensor(example.advantages),
-        row=row,
-        version=torch.zeros_like(row),
-        age=age,
-        mask=torch.ones_like(row, dtype=torch.bool),
-        trajectories=int(row.max()) + 1,
-    )
-
-
-def loss_of(batch: TokenBatch, settings: LossSettings) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the loss of a whole step in one batch, with gradient, and 1 for each token that it keeps."""
-    result = token_losses(batch, settings)
-    whole = Denominators(int(batch.mask.sum()), len(batch.row[batch.mask].unique()))
-    loss = reduce_losses(result.losses, batch.mask, batch.row, batch.trajectories, whole, settings)
-    return loss, tuple((~(result.masked | result.clipped)).int().tolist())
-
-
-def evaluate(case: Golden) -> tuple[float, tuple[int, ...]]:
-    """Return the loss of a case, and 1 for each token that it keeps."""
-    loss, kept = loss_of(batch_of(case.example, case.settings), case.settings)
-    return float(loss.detach()), kept
-
-
-def main() -> int:
-    """Print every case; return 1 if one deviates by more than 1e-4 or keeps other tokens."""
-    wrong = 0
-    print(f"{'case':<44} {'expected':>9} {'computed':>9} {'deviation':>10}")
-    for case in GOLDEN:
-        value, kept = evaluate(case)
-        good = abs(value - case.expected) <= TOLERANCE and case.kept in (None, kept)
-        mask = "" if case.kept is None else "  mask " + ",".join(map(str, kept))
-        print(
-            f"{case.name:<44} {case.expected:>+9.4f} {value:>+9.4f} {value - case.expected:>+10.1e}{mask}"
-            f"{'' if good else '  WRONG'}"
-        )
-        wrong += not good
-    print(f"{len(GOLDEN) - wrong} of {len(GOLDEN)} agree to {TOLERANCE:g}")
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        behavior_logprobs=behavior, reference_logprobs=torch.tensor(example.reference),
+        advantages=torch.tensor(example.advantages), row=row, version=torch.zeros_like(row), age=age,
+        mask=torch.ones_like(row, dtype=torch.bool), trajectories=int(row.max()) + 1,
+    )  # fmt: skip

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from parsed_flags import parsed
 
 import agentrl
-from agentrl.config.load import parse
 from agentrl.config.schema import LossConfig
 from agentrl.losses import loss as loss_module
 from agentrl.losses.loss import built_in_losses
@@ -41,6 +41,8 @@ def soft(
 '''
 PROGRAM = """
 import sys
+import agentrl.config.agreement
+import agentrl.losses.loss
 from agentrl.config.describe import flags_page
 from agentrl.config.load import parse
 from agentrl.config.schema import LossConfig
@@ -86,5 +88,4 @@ def test_a_flag_is_declared_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_flag_that_two_losses_read_names_both() -> None:
     field = LossConfig.__dataclass_fields__["dual_clip"]
     assert field.metadata["help"].startswith("GRPO, GSPO, OPD: for A < 0")
-    configs = parse(["--dual_clip", "4"], command="", description="", shown=[])
-    assert configs[LossConfig].dual_clip == 4.0
+    assert parsed("--dual_clip", "4")[LossConfig].dual_clip == 4.0

@@ -31,28 +31,17 @@ def weights(
 def test_defaults_and_given_bounds() -> None:
     assert parse_corrections("") == ()
     assert parse_corrections("tis, icepop") == (Correction("tis", 0, 2), Correction("icepop", 0.5, 5))
-    assert parse_corrections("tis:inf,seq_mask:0.5:1.5") == (
-        Correction("tis", 0, math.inf),
-        Correction("seq_mask", 0.5, 1.5),
-    )
+    both = (Correction("tis", 0, math.inf), Correction("seq_mask", 0.5, 1.5))
+    assert parse_corrections("tis:inf,seq_mask:0.5:1.5") == both
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "tiss",
-        "tis:x",
-        "seq_kl:0.1:0.2",
-        "seq_tis:none",
-        "seq_kl:-1",
-        "tis:1:2",
-        "icepop:0.5",
-        "seq_mask:2:1",
-        "token_mask:nan:1",
-        "tis,tis",
-        "tis:-1",
+        "tiss", "tis:x", "seq_kl:0.1:0.2", "seq_tis:none", "seq_kl:-1", "tis:1:2", "icepop:0.5",
+        "seq_mask:2:1", "token_mask:nan:1", "tis,tis", "tis:-1",
     ],
-)
+)  # fmt: skip
 def test_bad_text_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--importance_correction"):
         parse_corrections(text)

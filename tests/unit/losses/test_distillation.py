@@ -8,12 +8,11 @@ import math
 import pytest
 import torch
 from golden import VECTOR, batch_of
-from token_batches import token_metrics
+from parsed_flags import parsed
+from token_batches import step_loss, token_metrics
 
-from agentrl.config.load import parse
-from agentrl.config.schema import GroupConfig, LossConfig, RunConfig, TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.losses.compute import DIVERGENCE, Denominators, reduce_losses, token_losses
+from agentrl.losses.compute import DIVERGENCE, token_losses
 from agentrl.losses.loss import TokenBatch
 from agentrl.losses.settings import LossSettings, check_loss
 
@@ -39,10 +38,7 @@ def test_golden_values_of_ratios_of_one_half_one_and_three_halves(
     flags: dict[str, object], expected: float
 ) -> None:
     batch, settings = distilled(**flags)
-    losses = token_losses(batch, settings).losses
-    whole = Denominators(int(batch.mask.sum()), len(batch.row[batch.mask].unique()))
-    value = reduce_losses(losses, batch.mask, batch.row, batch.trajectories, whole, settings)
-    assert value.item() == pytest.approx(expected, abs=1e-4)
+    assert step_loss(batch, settings)[0].item() == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
@@ -80,9 +76,8 @@ def test_the_divergence_from_the_teacher_is_reported_and_needs_its_column() -> N
     untaught = dataclasses.replace(batch, columns={"teacher": torch.tensor([-0.69315, math.nan, math.nan])})
     one = token_metrics(untaught, token_losses(untaught, settings), batch.logprobs)
     assert one.report()["kl_teacher"] == pytest.approx(-1.0, abs=1e-4)
-    assert (one + token_metrics(batch, token_losses(batch, settings), batch.logprobs)).report()[
-        "kl_teacher"
-    ] == pytest.approx((-1.0 - 1.0 + 1.0) / 3, abs=1e-4)
+    both = one + token_metrics(batch, token_losses(batch, settings), batch.logprobs)
+    assert both.report()["kl_teacher"] == pytest.approx((-1.0 - 1.0 + 1.0) / 3, abs=1e-4)
     alone = batch_of(VECTOR, settings)
     plain = token_metrics(alone, token_losses(alone, LossSettings()), batch.logprobs)
     assert "kl_teacher" not in plain.report()
@@ -102,7 +97,7 @@ def test_the_divergence_from_the_teacher_is_reported_and_needs_its_column() -> N
 )
 def test_flags_without_a_teacher_or_that_drop_by_score_are_refused(words: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        check_loss(_parsed(words))
+        check_loss(parsed(*words.split()))
 
 
 @pytest.mark.parametrize(
@@ -113,9 +108,4 @@ def test_flags_without_a_teacher_or_that_drop_by_score_are_refused(words: str, p
     ],
 )
 def test_flags_that_distil_are_accepted(words: str) -> None:
-    check_loss(_parsed(words))
-
-
-def _parsed(words: str) -> object:
-    shown = [RunConfig, GroupConfig, LossConfig, TrainConfig]
-    return parse(["--run_name", "r", *words.split()], command="agentrl train", description="", shown=shown)
+    check_loss(parsed(*words.split()))

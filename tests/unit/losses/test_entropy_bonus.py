@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
-from token_batches import random_batch
+from token_batches import random_batch, step_loss
 
-from agentrl.errors import ConfigError
-from agentrl.losses.compute import Denominators, reduce_losses, token_losses
+from agentrl.losses.compute import token_losses
 from agentrl.losses.loss import LOSSES
 from agentrl.losses.settings import LossSettings
 
@@ -34,19 +32,12 @@ def test_the_bonus_is_reduced_as_the_loss_is(token_level: bool) -> None:
     entropy = torch.rand(24).requires_grad_()
     batch = replace(random_batch(2), entropy=entropy, advantages=torch.zeros(24))
     settings = LossSettings(entropy_coef=0.5, token_level_loss=token_level)
-    whole = Denominators(int(batch.mask.sum()), len(batch.row[batch.mask].unique()))
-    losses = token_losses(batch, settings).losses
-    reduce_losses(losses, batch.mask, batch.row, batch.trajectories, whole, settings).backward()
+    step_loss(batch, settings)[0].backward()
     lengths = torch.bincount(batch.row)[batch.row]
     expected = torch.full((24,), 1 / 24) if token_level else 1 / (lengths * batch.trajectories)
     torch.testing.assert_close(entropy.grad, -0.5 * expected)
 
 
-def test_wrong_settings_are_told() -> None:
-    for value in (-0.1, math.nan, math.inf):
-        with pytest.raises(ConfigError, match="--entropy_coef is"):
-            LossSettings(entropy_coef=value)
-    with pytest.raises(ConfigError, match="does not correct for the policy"):
-        LossSettings(entropy_coef=0.1, loss_calculater="CrossEntropy")
+def test_a_batch_without_entropies_is_refused() -> None:
     with pytest.raises(ValueError, match="no entropy"):
         token_losses(random_batch(0), LossSettings(entropy_coef=0.1))

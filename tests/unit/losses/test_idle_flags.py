@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from token_batches import random_batch, token_metrics
+from model_calls import record
+from token_batches import random_batch, step_loss, token_metrics
 
 from agentrl.config.load import Configs
 from agentrl.config.schema import GROUPS, GroupConfig, LossConfig
-from agentrl.documents.record import Record
 from agentrl.documents.status import StopReason
 from agentrl.errors import ConfigError
-from agentrl.losses.compute import Denominators, old_logprobs, reduce_losses, token_losses
+from agentrl.losses.compute import old_logprobs
 from agentrl.losses.loss import LOSSES
 from agentrl.losses.settings import LossSettings, check_loss
 from agentrl.losses.trajectories import ComparedTrajectories
@@ -82,9 +82,7 @@ def learned(configs: Configs) -> list[Any]:
             old_logprobs=old_logprobs(settings.old_logprobs, start, batch.behavior_logprobs, batch.age),
             columns=batch.columns if settings.distill_coef else {},
         )  # fmt: skip
-        result = token_losses(batch, settings)
-        whole = Denominators(len(batch.row), rows)
-        loss = reduce_losses(result.losses, batch.mask, batch.row, rows, whole, settings)
+        loss, result = step_loss(batch, settings)
         (gradient,) = torch.autograd.grad(loss, batch.logprobs)
         report = token_metrics(batch, result, batch.logprobs.detach()).report()
         found.append([loss.item(), gradient.tolist(), report])
@@ -97,13 +95,12 @@ def chosen(configs: Configs) -> list[Any]:
     for seed in range(20):
         rng = random.Random(seed)
         records = [
-            Record(
-                id=f"{seed}/{n}", task="t", traj_id=n, split="train", epoch=0, query="q", attempt=1,
-                score=rng.choice([0.0, 0.2, 0.6, 0.6, 0.8, 1.0]), turns=rng.randint(1, 5),
+            record(
+                place, rng.choice([0.0, 0.2, 0.6, 0.6, 0.8, 1.0]), turns=rng.randint(1, 5),
                 generated_tokens=rng.choice([40, 95, 120]),
                 stop_reason=rng.choice([StopReason.ANSWERED, StopReason.LENGTH_LIMIT]),
             )
-            for n in range(6)
+            for place in range(6)
         ]  # fmt: skip
         for item in decide_group(records, rules, random.Random(0)):
             value = item.advantage

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 import pytest
+from parsed_flags import parsed
 
-from agentrl.config.load import parse
 from agentrl.errors import ConfigError
 from agentrl.losses.loss import LOSSES
 from agentrl.losses.settings import LossSettings, check_loss, unclipped_flags
@@ -32,8 +32,28 @@ from agentrl.losses.settings import LossSettings, check_loss, unclipped_flags
         ({"kl_estimator": "k3"}, "add --kl_coef"),
         ({"old_logprobs": "recompute", "loss_calculater": "DPPO"}, "leave it out"),
         ({"dppo_kl_coef": 0.1}, "--loss_calculater DPPO"),
+        ({"sapo_tau_neg": 2.0}, "--loss_calculater SAPO"),
+        ({"epsilon": 0.3, "loss_calculater": "SAPO"}, "bound staleness with --importance_weight_cap_ratio"),
+        ({"loss_length_divisor": 10, "token_level_loss": True}, "--token_level_loss false"),
+        ({"loss_length_divisor": 10, "loss_calculater": "CISPO"}, "--token_level_loss false"),
+        ({"entropy_coef": 0.1, "loss_calculater": "CrossEntropy"}, "leave it out"),
+        ({"kl_coef": 0.1, "loss_calculater": "CrossEntropy"}, "leave it out"),
+        ({"preference_beta": 0.2}, "--loss_calculater DPO or KTO"),
+        ({"token_level_loss": True, "loss_calculater": "DPO"}, "leave it out"),
+        ({"kl_coef": 0.1, "loss_calculater": "KTO"}, "leave it out"),
+        # What a value alone makes meaningless:
+        ({"epsilon": -0.1}, "in [0, 1]"),
+        ({"epsilon_higher": math.nan}, "≥ 0"),
+        ({"dual_clip": 1.0}, "> 1"),
+        ({"importance_weight_cap_ratio": 0.5}, "≥ 1"),
+        ({"out_of_date_decay": -1.0}, "≥ 0"),
+        ({"loss_length_divisor": 0}, "≥ 1"),
+        *(({"entropy_coef": value}, "≥ 0") for value in (-0.1, math.nan, math.inf)),
+        *(({"kl_coef": value}, "≥ 0") for value in (-1.0, math.nan)),
+        *(({name: value}, "> 0") for name in ("sapo_tau_pos", "sapo_tau_neg")
+          for value in (0.0, -1.0, math.nan, math.inf)),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_act_is_refused_with_its_hint(flags: dict[str, Any], hint: str) -> None:
     with pytest.raises(ConfigError) as refused:
         LossSettings(**flags)
@@ -50,6 +70,7 @@ def test_what_cannot_act_is_refused_with_its_hint(flags: dict[str, Any], hint: s
         {"importance_weight_cap_ratio": math.inf, "loss_calculater": "MINIRL"},
         {"dual_clip": 3.0, "loss_calculater": "GSPO"},
         {"token_level_loss": True, "loss_calculater": "MINIRL"},
+        {"epsilon": 0.3, "loss_calculater": "SAPO", "importance_weight_cap_ratio": 4.0},
     ],
 )
 def test_what_acts_is_accepted(flags: dict[str, Any]) -> None:
@@ -58,9 +79,8 @@ def test_what_acts_is_accepted(flags: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES.names())
 def test_a_losss_own_defaults_may_be_given(loss: str) -> None:
-    assert LossSettings(loss_calculater=loss, **LOSSES.get(loss).defaults) == LossSettings(
-        loss_calculater=loss
-    )
+    given = LossSettings(loss_calculater=loss, **LOSSES.get(loss).defaults)
+    assert given == LossSettings(loss_calculater=loss)
 
 
 def test_what_bounds_a_ratio_of_one() -> None:
@@ -95,7 +115,7 @@ RECOMPUTE = ["--old_logprobs", "recompute"]
     ],
 )
 def test_flags_of_the_loss_that_cannot_act_are_refused_at_start(flags: list[str], hint: str | None) -> None:
-    configs = parse(flags, command="agentrl", description="", shown=[])
+    configs = parsed(*flags)
     if hint is None:
         check_loss(configs)
         return

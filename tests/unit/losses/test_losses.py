@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from token_batches import random_batch, three_tokens, token_metrics
+from token_batches import random_batch, three_tokens, token_gradient, token_metrics
 
 from agentrl.config.schema import LossConfig
 from agentrl.errors import ConfigError
 from agentrl.losses.compute import token_losses
-from agentrl.losses.loss import LOSSES, TokenBatch
+from agentrl.losses.loss import LOSSES
 from agentrl.losses.settings import LossSettings
 
 ORIGINAL: dict[str, Any] = {
@@ -21,11 +21,6 @@ ORIGINAL: dict[str, Any] = {
     "importance_weight_cap_ratio": math.inf, "epsilon": 0.2, "epsilon_higher": 0.1,
 }  # fmt: skip
 """The clip interval [0.8, 1.3] without bounds on staleness, for every loss."""
-
-
-def gradient(batch: TokenBatch, settings: LossSettings) -> torch.Tensor:
-    (grad,) = torch.autograd.grad(token_losses(batch, settings).losses.sum(), batch.logprobs)
-    return grad
 
 
 def settings(name: str, **numbers: Any) -> LossSettings:
@@ -38,7 +33,7 @@ def test_grpo_gradient_is_ratio_times_advantage_inside_and_zero_where_clipped(se
     result = token_losses(batch, settings("GRPO"))
     expected = torch.where(result.clipped, 0.0, -result.ratio * batch.advantages)
     assert result.clipped.any()
-    torch.testing.assert_close(gradient(batch, settings("GRPO")), expected)
+    torch.testing.assert_close(token_gradient(batch, settings("GRPO")), expected)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -48,12 +43,10 @@ def test_grpo_gradient_equals_finite_differences(seed: int) -> None:
     step = 1e-3
     difference = []
     for sign in (+1, -1):
-        moved = TokenBatch(**{
-            name: getattr(batch, name) for name in batch.__slots__ if name != "logprobs"
-        } | {"logprobs": batch.logprobs.detach() + sign * step})  # fmt: skip
+        moved = replace(batch, logprobs=batch.logprobs.detach() + sign * step)
         difference.append(token_losses(moved, numbers).losses)
     numeric = (difference[0] - difference[1]) / (2 * step)
-    smooth = (numeric - gradient(batch, numbers)).abs() < 2e-3
+    smooth = (numeric - token_gradient(batch, numbers)).abs() < 2e-3
     assert smooth.sum() >= len(smooth) - 1  # a token may sit on a kink
 
 
@@ -66,7 +59,7 @@ def test_gspo_gives_each_token_its_trajectorys_ratio_and_its_own_gradient(seed: 
         s = torch.exp(batch.log_ratio.detach()[mine].mean())
         torch.testing.assert_close(result.ratio[mine], s.expand(int(mine.sum())))
     expected = torch.where(result.clipped, 0.0, -result.ratio * batch.advantages)
-    torch.testing.assert_close(gradient(batch, settings("GSPO")), expected)
+    torch.testing.assert_close(token_gradient(batch, settings("GSPO")), expected)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -74,7 +67,7 @@ def test_cispo_gradient_is_the_clipped_weight_times_advantage(seed: int) -> None
     batch = random_batch(seed)
     ratio = torch.exp(batch.log_ratio.detach())
     expected = -ratio.clamp(0.8, 1.3) * batch.advantages
-    torch.testing.assert_close(gradient(batch, settings("CISPO")), expected)
+    torch.testing.assert_close(token_gradient(batch, settings("CISPO")), expected)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -85,23 +78,23 @@ def test_minirl_weights_by_the_whole_ratio_to_the_behavior_policy(seed: int) -> 
     whole = torch.exp(batch.logprobs.detach() - batch.behavior_logprobs)
     numbers = settings("MINIRL", old_logprobs="recompute")
     expected = torch.where(kept, -whole * batch.advantages, 0.0)
-    torch.testing.assert_close(gradient(batch, numbers), expected)
+    torch.testing.assert_close(token_gradient(batch, numbers), expected)
     capped = r * torch.exp(batch.log_weight).clamp(max=1.1)
     expected = torch.where(kept, -capped * batch.advantages, 0.0)
     numbers = replace(numbers, importance_correction="tis:1.1")
-    torch.testing.assert_close(gradient(batch, numbers), expected)
+    torch.testing.assert_close(token_gradient(batch, numbers), expected)
     on_mu = replace(batch, old_logprobs=batch.behavior_logprobs)
     kept = ~(((batch.advantages > 0) & (whole > 1.3)) | ((batch.advantages < 0) & (whole < 0.8)))
     expected = torch.where(kept, -whole.clamp(max=1.1) * batch.advantages, 0.0)
     numbers = settings("MINIRL", importance_correction="tis:1.1")
-    torch.testing.assert_close(gradient(on_mu, numbers), expected)
+    torch.testing.assert_close(token_gradient(on_mu, numbers), expected)
 
 
 def test_cross_entropy_ignores_advantages() -> None:
     batch = random_batch(0, spread=3.0)
     numbers = LossSettings(loss_calculater="CrossEntropy")
     torch.testing.assert_close(token_losses(batch, numbers).losses, -batch.logprobs)
-    torch.testing.assert_close(gradient(batch, numbers), -torch.ones(24))
+    torch.testing.assert_close(token_gradient(batch, numbers), -torch.ones(24))
 
 
 def test_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
@@ -110,7 +103,7 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
     result = token_losses(batch, numbers)
     torch.testing.assert_close(result.losses, torch.tensor([3.0, -1.3, 0.8]))
     assert result.clipped.tolist() == [True, True, True]
-    torch.testing.assert_close(gradient(batch, numbers), torch.zeros(3))
+    torch.testing.assert_close(token_gradient(batch, numbers), torch.zeros(3))
 
 
 @pytest.mark.parametrize("name", ["GRPO", "GSPO"])
@@ -131,7 +124,7 @@ def test_tokens_whose_logprobs_are_wrong_are_masked_and_counted(name: str) -> No
     assert (result.losses[0], result.losses[2]) == (0.0, 0.0)
     assert result.losses[1].abs() < 5
     assert result.masked.tolist() == [True, False, True]
-    assert gradient(batch, LossSettings(loss_calculater=name))[[0, 2]].tolist() == [0.0, 0.0]
+    assert token_gradient(batch, LossSettings(loss_calculater=name))[[0, 2]].tolist() == [0.0, 0.0]
     report = token_metrics(batch, result, torch.zeros(3)).report()
     assert report["extreme_tokens"] == 2.0
 
@@ -147,7 +140,7 @@ def test_dppo_gradient_is_the_weighted_advantage_where_no_probability_moved_too_
     assert up.any()
     assert down.any()
     expected = torch.where(up | down, 0.0, -torch.exp(log_rho) * batch.advantages) + 0.02 * log_rho
-    torch.testing.assert_close(gradient(batch, numbers), expected)
+    torch.testing.assert_close(token_gradient(batch, numbers), expected)
     torch.testing.assert_close(token_losses(batch, numbers).clipped, up | down)
 
 
@@ -160,9 +153,9 @@ def test_ce_gppo_keeps_a_bounded_gradient_beyond_the_clip_and_leaves_the_value()
     kept = settings("GRPO", ce_grpo_beta_1=0.75, ce_grpo_beta_2=0.5)
     torch.testing.assert_close(token_losses(batch, kept).losses, token_losses(batch, plain).losses)
     expected = torch.tensor([0.75 * 0.8, -0.5 * 1.3 * 2.0, -1.1, -0.01, 2.0])
-    torch.testing.assert_close(gradient(batch, kept), expected)
+    torch.testing.assert_close(token_gradient(batch, kept), expected)
     zero = settings("GRPO", ce_grpo_beta_1=0.0)
-    torch.testing.assert_close(gradient(batch, zero), gradient(batch, plain))
+    torch.testing.assert_close(token_gradient(batch, zero), token_gradient(batch, plain))
 
 
 def test_extreme_log_ratios_stay_finite() -> None:
@@ -173,7 +166,7 @@ def test_extreme_log_ratios_stay_finite() -> None:
             bounds = {"epsilon_higher": 0.1 if numbers.loss.clips else 0.0}
             numbers = settings(name, importance_correction="tis:1e30", old_logprobs="recompute", **bounds)
         assert torch.isfinite(token_losses(batch, numbers).losses).all()
-        assert torch.isfinite(gradient(batch, numbers)).all()
+        assert torch.isfinite(token_gradient(batch, numbers)).all()
 
 
 def test_every_flag_of_the_loss_is_a_setting() -> None:
@@ -194,17 +187,10 @@ def test_an_unknown_loss_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    "numbers",
-    [
-        {"epsilon": -0.1},
-        {"epsilon_higher": math.nan},
-        {"dual_clip": 1.0},
-        {"importance_weight_cap_ratio": 0.5},
-        {"out_of_date_decay": -1.0},
-        {"old_logprobs": "older"},
-        {"importance_correction": "tis:none"},
-    ],
+    "flags",
+    [{"old_logprobs": "older"}, {"importance_correction": "tis:none"}, {"kl_estimator": "k4"}],
+    ids=str,
 )
-def test_settings_that_mean_nothing_are_refused(numbers: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=f"--{next(iter(numbers))} (is|has)"):
-        LossSettings(**numbers)  # type: ignore[arg-type]
+def test_a_name_that_is_none_is_refused(flags: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=f"--{next(iter(flags))} (is|has)"):
+        LossSettings(**flags)

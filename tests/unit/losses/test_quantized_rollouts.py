@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from parsed_flags import parsed
 
-from agentrl.config.load import parse
 from agentrl.losses.settings import LossSettings, check_loss
 
 
 def correction(*flags: str) -> tuple[str, str]:
-    configs = parse(flags, command="agentrl train", description="", shown=[])
+    configs = parsed(*flags)
     check_loss(configs)
     settings = LossSettings.of_run(configs)
     return settings.old_logprobs, settings.importance_correction

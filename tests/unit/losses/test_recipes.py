@@ -1,4 +1,4 @@
-"""Every row of the table in docs/losses.md against its formula, written out here in plain arithmetic."""
+"""Every golden value of docs/losses.md; each row of its table also by a formula in plain arithmetic."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden import STEP, TOLERANCE, batch_of, loss_of
+from golden import GOLDEN, STEP, TOLERANCE, Golden, batch_of
+from parsed_flags import parsed
 from recipes import RECIPES, Recipe, table
+from token_batches import step_loss
 
 from agentrl.config.agreement import require_trainable
-from agentrl.config.load import parse
 from agentrl.config.schema import LossConfig
 from agentrl.losses.settings import LossSettings, check_loss
 
@@ -174,6 +175,13 @@ EXPECTED = {
 }
 
 
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case.name)
+def test_training_computes_the_golden_value(case: Golden) -> None:
+    loss, result = step_loss(batch_of(case.example, case.settings), case.settings)
+    assert loss.item() == pytest.approx(case.expected, abs=TOLERANCE)
+    assert case.kept in (None, tuple((~(result.masked | result.clipped)).int().tolist()))
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_a_rows_golden_value_is_its_formula(recipe: Recipe) -> None:
     assert recipe.expected == pytest.approx(EXPECTED[recipe.name], abs=TOLERANCE)
@@ -181,8 +189,7 @@ def test_a_rows_golden_value_is_its_formula(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_a_rows_flags_start_a_run(recipe: Recipe) -> None:
-    words = recipe.row.split("`")[1].split()
-    configs = parse(words, command="agentrl train", description="", shown=[])
+    configs = parsed(*recipe.row.split("`")[1].split())
     require_trainable(configs)
     check_loss(configs)
     assert LossSettings.of(configs[LossConfig]) == recipe.settings
@@ -200,7 +207,7 @@ def test_the_page_shows_the_table() -> None:
 def cosine(flags: LossSettings, theirs: Callable[[torch.Tensor], torch.Tensor]) -> float:
     """Of the gradients with respect to every token's logprob, ours and another formula's."""
     batch = batch_of(STEP, flags)
-    loss, _ = loss_of(batch, flags)
+    loss, _ = step_loss(batch, flags)
     (ours,) = torch.autograd.grad(loss, batch.logprobs)
     logprobs = batch.logprobs.detach().requires_grad_()
     (other,) = torch.autograd.grad(theirs(logprobs), logprobs)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_models import chains, model_logprobs, packed, paths, plain_logprobs, tiny_model, tree
+from tiny_models import chains, model_logprobs, packed, path_to, paths, plain_logprobs, tiny_model, tree
 from transformers import Lfm2Config, Lfm2ForCausalLM, PreTrainedModel
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
@@ -70,10 +70,7 @@ def test_the_mask_is_ancestry() -> None:
     forest = packed([tree(0), *chains(1, 1)])
     mask = forest_mask(torch.from_numpy(forest.subtree_end))[0, 0]
     for query in range(forest.tokens):
-        way = [query]
-        while (parent := int(forest.parent[way[-1]])) >= 0:
-            way.append(parent)
-        assert torch.nonzero(mask[query])[:, 0].tolist() == sorted(way)
+        assert torch.nonzero(mask[query])[:, 0].tolist() == path_to(forest, query)
 
 
 def test_segments_follow_the_branches() -> None:
@@ -96,10 +93,7 @@ def test_segments_are_cut_where_others_branch_off() -> None:
     assert bounds[-1] == forest.tokens
     for segment, path in zip(segments, plan.paths, strict=True):
         seen = [token for piece in path for token in range(bounds[piece], bounds[piece + 1])]
-        way = [segment.end - 1]
-        while (parent := int(forest.parent[way[-1]])) >= 0:
-            way.append(parent)
-        assert seen == sorted(way)
+        assert seen == path_to(forest, segment.end - 1)
 
 
 def test_a_model_called_around_the_executor_is_refused() -> None:
@@ -111,14 +105,10 @@ def test_a_model_called_around_the_executor_is_refused() -> None:
 
 def test_the_choice_of_executor() -> None:
     executor = build_executor(tiny_model("llama"))
+    configs = (tiny_model("llama", hidden_size=4 * width).config for width in (16, 8))
     wide, narrow = (
-        build_executor(
-            SimpleNamespace(
-                device=torch.device("cuda"), config=tiny_model("llama", hidden_size=4 * width).config
-            ),
-            trains=False,
-        )
-        for width in (16, 8)
+        build_executor(SimpleNamespace(device=torch.device("cuda"), config=config), trains=False)
+        for config in configs
     )
     many = [tree(seed) for seed in range(30)]
     assert executor.choose(packed([tree()])) == "sdpa"
@@ -198,12 +188,3 @@ def test_check_model_accepts_a_plain_model_and_refuses_another_head() -> None:
     model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * 2)
     with pytest.raises(ModelError, match="differ by"):
         check_model(model)
-
-
-def test_padding_free_states_do_not_depend_on_neighbors() -> None:
-    model = tiny_model("llama").eval()
-    ids = np.arange(12).tolist()
-    with torch.no_grad():
-        alone = build_executor(model)(forest_from_sequences([ids], [[False] * 12]))
-        beside = build_executor(model)(forest_from_sequences([ids[::-1], ids], [[False] * 12] * 2))
-    torch.testing.assert_close(beside[12:], alone, rtol=0, atol=1e-6)

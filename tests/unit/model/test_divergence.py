@@ -29,32 +29,35 @@ def setting() -> tuple[torch.Tensor, OutputHead, torch.Tensor]:
     return hidden.requires_grad_(), head, teacher
 
 
-def kl_of(hidden: torch.Tensor, head: OutputHead, teacher: torch.Tensor) -> torch.Tensor:
-    """The whole KL, from all logits."""
+def logits_of(hidden: torch.Tensor, head: OutputHead) -> torch.Tensor:
     logits = (hidden[PARENT] @ head.weight.T + head.bias) * head.scale
-    policy = (9.0 * (logits / 9.0).tanh() / TEMPERATURE[:, None]).log_softmax(-1)
+    return 9.0 * (logits / 9.0).tanh() / TEMPERATURE[:, None]
+
+
+def kl_of(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """The whole KL, from all logits."""
+    policy = logits.log_softmax(-1)
     return (policy.exp() * (policy - teacher)).sum(-1)
 
 
 def ours(hidden: torch.Tensor, head: OutputHead, teacher: torch.Tensor, count: int) -> torch.Tensor:
-    best = teacher.topk(count, -1) if count else None
-    rows = [
-        {} if best is None else dict(zip(*pair, strict=True))
-        for pair in (zip(best.indices.tolist(), best.values.tolist(), strict=True) if best else [()] * TOKENS)
-    ]
+    values, ids = (part.tolist() for part in teacher.topk(count, -1))
+    rows = [dict(zip(*row, strict=True)) for row in zip(ids, values, strict=True)]
     logprobs, _ = token_logprobs(hidden, head, PARENT, TARGET, temperature=TEMPERATURE)
     return reverse_kl(hidden, head, PARENT, TARGET, TEMPERATURE, logprobs, TopLogprobs.of(rows))
 
 
+def assert_same(found: torch.Tensor, expected: torch.Tensor, *inputs: torch.Tensor) -> None:
+    """Values and gradients are equal."""
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
+    gradients = (torch.autograd.grad(values.sum(), inputs) for values in (found, expected))
+    torch.testing.assert_close(*gradients, atol=5e-3, rtol=5e-3)
+
+
 def test_with_every_id_it_is_the_kl_over_the_vocabulary_and_has_its_gradient() -> None:
     hidden, head, teacher = setting()
-    found, expected = ours(hidden, head, teacher, VOCABULARY), kl_of(hidden, head, teacher)
-    torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
-    inputs = [hidden, head.weight]
-    for one, other in zip(
-        torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(expected.sum(), inputs), strict=True
-    ):
-        torch.testing.assert_close(one, other, atol=5e-3, rtol=5e-3)
+    found, expected = ours(hidden, head, teacher, VOCABULARY), kl_of(logits_of(hidden, head), teacher)
+    assert_same(found, expected, hidden, head.weight)
 
 
 @pytest.mark.parametrize("count", [1, 4, 8])
@@ -62,7 +65,7 @@ def test_with_some_ids_it_is_a_lower_bound(count: int) -> None:
     hidden, head, teacher = setting()
     found = ours(hidden, head, teacher, count)
     assert bool((found >= -1e-5).all())
-    assert bool((found <= kl_of(hidden, head, teacher) + 1e-3).all())
+    assert bool((found <= kl_of(logits_of(hidden, head), teacher) + 1e-3).all())
 
 
 def test_a_token_that_was_sampled_from_some_ids_is_compared_over_them() -> None:
@@ -73,19 +76,11 @@ def test_a_token_that_was_sampled_from_some_ids_is_compared_over_them() -> None:
     logprobs, _ = token_logprobs(
         hidden, head, PARENT, TARGET, temperature=TEMPERATURE, kept=KeptIds.of(kept, hidden.device)
     )
-    logits = (hidden[PARENT] @ head.weight.T + head.bias) * head.scale
-    logits = 9.0 * (logits / 9.0).tanh() / TEMPERATURE[:, None]
     excluded = torch.tensor([[bool(row) and id not in row for id in range(VOCABULARY)] for row in ids])
-    policy = logits.masked_fill(excluded, -1e30).log_softmax(-1)
-    expected = (policy.exp() * (policy - teacher)).sum(-1)
+    expected = kl_of(logits_of(hidden, head).masked_fill(excluded, -1e30), teacher)
     everything = TopLogprobs.of([dict(enumerate(row)) for row in teacher.tolist()])
     found = reverse_kl(hidden, head, PARENT, TARGET, TEMPERATURE, logprobs, everything, kept)
-    torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
-    inputs = [hidden, head.weight, head.bias]
-    for one, other in zip(
-        torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(expected.sum(), inputs), strict=True
-    ):
-        torch.testing.assert_close(one, other, atol=5e-3, rtol=5e-3)
+    assert_same(found, expected, hidden, head.weight, head.bias)
 
 
 def test_a_token_without_ids_has_none() -> None:

@@ -16,12 +16,7 @@ from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.data.forest_cuts import merge_prefixes
 from agentrl.errors import ModelError
 from agentrl.model.attention.executor import build_executor
-from agentrl.model.attention.flex import (
-    block_kinds,
-    forest_block_mask,
-    mask_function,
-    padded_ends,
-)
+from agentrl.model.attention.flex import block_kinds, forest_block_mask, mask_function, padded_ends
 from agentrl.model.attention.sdpa import forest_mask
 
 WIDE = {"hidden_size": 64, "head_dim": 16}
@@ -54,10 +49,8 @@ def test_the_block_mask_is_the_masks(seed: int, count: int, longest: int) -> Non
     forest = large_forest(seed, count, longest)
     ends = padded_ends(forest.subtree_end)
     assert len(ends) % 128 == 0
-    dense = forest_mask(torch.from_numpy(ends))[0, 0]
-    assert torch.equal(
-        dense[: forest.tokens, : forest.tokens], forest_mask(torch.from_numpy(forest.subtree_end))[0, 0]
-    )
+    dense, unpadded = (forest_mask(torch.from_numpy(each))[0, 0] for each in (ends, forest.subtree_end))
+    assert torch.equal(dense[: forest.tokens, : forest.tokens], unpadded)
     sees = mask_function(torch.from_numpy(ends))
     index = torch.arange(len(ends))
     nothing = torch.zeros((), dtype=torch.int64)

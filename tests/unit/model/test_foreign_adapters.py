@@ -32,14 +32,12 @@ APPLIED: dict[str, dict[str, Any]] = {
     "rank pattern": {"rank_pattern": {"v_proj": 2, r"layers\.1\..*down_proj": 7}},
     "alpha pattern": {"alpha_pattern": {"layers.0.self_attn.q_proj": 64, "down_proj": 3}},
     "all of them": {
-        "use_rslora": True,
-        "rank_pattern": {"q_proj": 3},
-        "alpha_pattern": {"^model.*q_proj": 5},
+        "use_rslora": True, "rank_pattern": {"q_proj": 3}, "alpha_pattern": {"^model.*q_proj": 5},
     },
     "one layer": {"layers_to_transform": [1]},
     "regular expression": {"target_modules": r".*self_attn\.(q|o)_proj"},
     "random start": {"init_lora_weights": False},
-}
+}  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "DoRA": ({"use_dora": True}, "use_dora True"),
     "PiSSA": ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa', which changes the base model"),
@@ -140,9 +138,8 @@ def test_half_a_pair_and_other_tensors_are_refused(base: Path, tmp_path: Path) -
 
 
 def shapes(base: Path) -> dict[str, tuple[int, ...]]:
-    return {
-        name.removesuffix(".weight"): tuple(value.shape) for name, value in plain(base).state_dict().items()
-    }
+    weights = plain(base).state_dict().items()
+    return {name.removesuffix(".weight"): tuple(value.shape) for name, value in weights}
 
 
 @pytest.mark.parametrize("kind", ["rsLoRA", "rank pattern", "alpha pattern"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,37 +54,32 @@ def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
         load_policy(config(folder, chat_template="own.jinja"))
 
 
+def remove(*names: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return damage
+
+
 @pytest.mark.parametrize(
-    ("files", "says"),
+    ("damage", "says"),
     [
-        (("config.json",), r"has no config\.json"),
-        (("tokenizer.json", "tokenizer_config.json"), "has no tokenizer"),
-        (("chat_template.jinja",), "has no chat template"),
-        (("model.safetensors",), "cannot be loaded"),
+        (remove("config.json"), r"has no config\.json"),
+        (remove("tokenizer.json", "tokenizer_config.json"), "has no tokenizer"),
+        (remove("chat_template.jinja"), "has no chat template"),
+        (remove("model.safetensors"), "cannot be loaded"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), r"tokenizer of .* cannot be loaded"),
+        (lambda folder: edit_config(folder, model_type="unheard_of"), "unheard_of"),
+        (lambda folder: edit_config(folder, vocab_size=100), "cannot be loaded"),
     ],
+    ids=["config", "tokenizer", "template", "weights", "broken tokenizer", "architecture", "other tokenizer"],
 )
-def test_a_folder_that_lacks_a_file_is_refused(folder: Path, files: tuple[str, ...], says: str) -> None:
-    for name in files:
-        (folder / name).unlink()
+def test_a_folder_that_is_not_whole_is_refused(
+    folder: Path, damage: Callable[[Path], object], says: str
+) -> None:
+    damage(folder)
     with pytest.raises(ModelError, match=says):
-        load_policy(config(folder))
-
-
-def test_an_unknown_architecture_is_refused(folder: Path) -> None:
-    edit_config(folder, model_type="unheard_of")
-    with pytest.raises(ModelError, match="unheard_of"):
-        load_policy(config(folder))
-
-
-def test_broken_files_are_refused(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelError, match=r"tokenizer of .* cannot be loaded"):
-        load_policy(config(folder))
-
-
-def test_a_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
-    edit_config(folder, vocab_size=100)
-    with pytest.raises(ModelError):
         load_policy(config(folder))
 
 

@@ -68,7 +68,6 @@ def test_bfloat16_weights_need_no_policy_and_warn_where_they_are_slower(
 
 def test_mixed_precision_adds_gradients_up_in_float32() -> None:
     policy = Precision(products=torch.bfloat16).policy
-    assert policy is not None
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
 
 

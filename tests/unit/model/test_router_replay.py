@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import VOCABULARY, tiny_model
-from torch import nn
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PhimoeConfig,
-    PhimoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.config.schema import MemoryConfig, ModelConfig
 from agentrl.data.forest import TokenForest, forest_from_sequences
@@ -45,7 +37,6 @@ def forest_of(seed: int = 0) -> TokenForest:
 
 
 def experts_of(forest: TokenForest) -> np.ndarray:
-    assert forest.routing is not None
     return forest.routing.experts
 
 
@@ -99,33 +90,34 @@ def test_recomputed_layers_use_the_same_experts(mode: Any) -> None:
         torch.testing.assert_close(ours, plain)
 
 
-def mixtral() -> Any:
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=24, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
-        )
-    )  # fmt: skip
+DEEPSEEK = {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+    "n_group": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "routed_scaling_factor": 2.5,
+}  # fmt: skip
 
 
-def deepseek() -> Any:
-    return DeepseekV3ForCausalLM(
-        DeepseekV3Config(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=24, num_hidden_layers=2, n_group=2,
-            num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2,
-            moe_intermediate_size=24, first_k_dense_replace=1, topk_group=1, q_lora_rank=16, kv_lora_rank=16,
-            qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, routed_scaling_factor=2.5,
-        )
-    )  # fmt: skip
+def mixture(kind: str, **sizes: Any) -> Any:
+    """A random model of another architecture, with 2 of 8 experts."""
+    usual = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(usual | sizes)))
 
 
 @pytest.mark.parametrize(
-    ("make", "scores"), [(mixtral, lambda logits: logits.softmax(-1)), (deepseek, torch.sigmoid)]
+    ("kind", "sizes", "scores"),
+    [
+        ("mixtral", {"num_local_experts": 8}, lambda logits: logits.softmax(-1)),
+        ("deepseek_v3", DEEPSEEK, torch.sigmoid),
+    ],
+    ids=["mixtral", "deepseek"],
 )
 def test_weights_are_the_models_own_function_of_the_given_experts(
-    make: Callable[[], Any], scores: Callable[[torch.Tensor], torch.Tensor]
+    kind: str, sizes: dict[str, Any], scores: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    model, forest = make(), forest_of()
+    model, forest = mixture(kind, **sizes), forest_of()
     check_replay(model, SHAPE)
     RouterReplay.install(model, SHAPE)
     seen: dict[int, Any] = {}
@@ -139,20 +131,11 @@ def test_weights_are_the_models_own_function_of_the_given_experts(
         torch.testing.assert_close(weights.float(), scale * raw / raw.sum(-1, keepdim=True))
 
 
-def phimoe() -> nn.Module:
-    return PhimoeForCausalLM(
-        PhimoeConfig(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=24, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
-        )
-    )  # fmt: skip
-
-
 def test_models_that_cannot_replay_are_named() -> None:
     with pytest.raises(ModelError, match="Qwen3ForCausalLM has no routers"):
         RouterReplay.install(tiny_model("qwen3"), SHAPE)
     with pytest.raises(ModelError, match="PhimoeTopKRouter does not choose 2 experts"):
-        check_replay(phimoe(), SHAPE)
+        check_replay(mixture("phimoe", num_local_experts=8), SHAPE)
 
 
 def test_flags_decide_whether_routing_is_replayed(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -166,7 +149,6 @@ def test_flags_decide_whether_routing_is_replayed(tmp_path: Any, caplog: pytest.
     with pytest.raises(Exception, match="--torch_compile: compiled layers choose their experts"):
         build_replay(ModelConfig(router_replay="on"), compiled, policy)
     replay = build_replay(ModelConfig(), MemoryConfig(), policy)
-    assert replay is not None
     assert replay.shape == SHAPE
     tiny_model("qwen3").config.save_pretrained(tmp_path)
     assert build_replay(ModelConfig(), MemoryConfig(), policy) is None

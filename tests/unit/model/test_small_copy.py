@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +15,15 @@ from agentrl.model.forward import check_model, list_kinds, small_copy
 from agentrl.model.load import allocate, is_empty, placeholders
 
 
-class ScaledLlama(LlamaForCausalLM):
-    """A model whose forward does something that its configuration does not declare."""
+class ChangedLlama(LlamaForCausalLM):
+    """A model whose forward does something that its configuration does not declare: it changes logits."""
+
+    change: Callable[[torch.Tensor], torch.Tensor]
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Return logits that are twice those of the head."""
+        """Return logits that are not those of the head."""
         output: Any = super().forward(*args, **named)
-        output.logits = 2 * output.logits
+        output.logits = type(self).change(output.logits)
         return output
 
 
@@ -60,23 +63,16 @@ def test_an_empty_model_is_checked_on_its_copy(kind: str) -> None:
     assert is_empty(model)
 
 
-def test_logits_that_the_configuration_does_not_declare_are_found() -> None:
+@pytest.mark.parametrize(
+    "change", [lambda logits: 2 * logits, lambda logits: 30 * torch.tanh(logits / 30)], ids=["scale", "cap"]
+)
+def test_logits_that_the_configuration_does_not_declare_are_found(
+    change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChangedLlama, "change", change, raising=False)
     with torch.device("meta"):
-        model = ScaledLlama(tiny_model("llama").config)
-    with pytest.raises(ModelError, match="the logits of ScaledLlama differ by"):
-        check_model(model)
-
-
-def test_a_cap_on_logits_that_the_head_ignores_is_found() -> None:
-    class CappedLlama(LlamaForCausalLM):
-        def forward(self, *args: Any, **named: Any) -> Any:
-            output: Any = super().forward(*args, **named)
-            output.logits = 30 * torch.tanh(output.logits / 30)
-            return output
-
-    with torch.device("meta"):
-        model = CappedLlama(tiny_model("llama").config)
-    with pytest.raises(ModelError, match="differ by"):
+        model = ChangedLlama(tiny_model("llama").config)
+    with pytest.raises(ModelError, match="the logits of ChangedLlama differ by"):
         check_model(model)
 
 

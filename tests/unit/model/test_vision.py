@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import paths
+from tiny_models import plain_logprobs, tiny_model
 from tiny_vision import IDS, VOCABULARY, drawn_image, save_vision_model, vision_model
 from transformers import PreTrainedModel
 
@@ -26,13 +26,9 @@ from agentrl.model.vision import PixelReader
 PAD, START, END = (IDS[f"<|{name}|>"] for name in ("image_pad", "vision_start", "vision_end"))
 KINDS = ("qwen2_5_vl", "qwen3_vl")
 IMAGES = {
-    name: drawn_image(color, size)
-    for name, color, size in (
-        ("red", "red", (24, 16)),
-        ("blue", "blue", (24, 16)),
-        ("wide", "green", (40, 8)),
-    )
-}
+    "red": drawn_image("red", (24, 16)), "blue": drawn_image("blue", (24, 16)),
+    "wide": drawn_image("green", (40, 8)),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +59,8 @@ def trajectory(vision: Vision, name: str, *pieces: str | int, task: str = "q") -
         if isinstance(piece, str):
             ref = IMAGES[piece].ref
             ids.append(START)
-            span = ImageSpan(
-                sha256=ref.sha256, start=len(ids), tokens=vision.tokens(ref), grid=vision.grid(ref)
-            )
+            place_of = {"start": len(ids), "tokens": vision.tokens(ref), "grid": vision.grid(ref)}
+            span = ImageSpan(sha256=ref.sha256, **place_of)
             images.append(span)
             ids += [PAD] * span.tokens + [END]
             continue
@@ -103,28 +98,20 @@ def with_pixels(forest: TokenForest, reader: PixelReader) -> TokenForest:
 
 def plain(model: PreTrainedModel, forest: TokenForest, reader: PixelReader) -> torch.Tensor:
     """float32[T]: each path alone through the whole model, which finds images and positions by itself."""
-    before: dict[int, torch.Tensor] = {}
     by_hash: dict[str, Image] = {image.id: image for image in IMAGES.values()}
-    for path in paths(forest):
-        ids = torch.from_numpy(forest.input_ids[path])[None]
-        more = {}
-        if forest.images is not None:
-            starts = [t for t in path if forest.images.image[t] >= 0 and forest.images.offset[t] == 0]
-            shown = [by_hash[forest.images.images[forest.images.image[t]].sha256] for t in starts]
-            if shown:
-                read = [reader.read(image) for image in shown]
-                more = {
-                    "pixel_values": torch.from_numpy(np.concatenate([pixels for pixels, _ in read])),
-                    "image_grid_thw": torch.tensor([grid for _, grid in read]),
-                    "mm_token_type_ids": (ids == PAD).int(),
-                }
-        logits = model(input_ids=ids, use_cache=False, **more).logits[0].float()
-        for place in range(1, len(path)):
-            before.setdefault(path[place], logits[place - 1])
-    return torch.stack([
-        torch.log_softmax(before[target] / temperature, -1)[int(forest.input_ids[target])]
-        for target, temperature in zip(forest.target.tolist(), forest.temperature.tolist(), strict=True)
-    ])  # fmt: skip
+
+    def shown(path: list[int]) -> dict[str, torch.Tensor]:
+        if forest.images is None:
+            return {}
+        starts = [t for t in path if forest.images.image[t] >= 0 and forest.images.offset[t] == 0]
+        read = [reader.read(by_hash[forest.images.images[forest.images.image[t]].sha256]) for t in starts]
+        return {
+            "pixel_values": torch.from_numpy(np.concatenate([pixels for pixels, _ in read])),
+            "image_grid_thw": torch.tensor([grid for _, grid in read]),
+            "mm_token_type_ids": torch.from_numpy(forest.input_ids[path] == PAD)[None].int(),
+        } if read else {}  # fmt: skip
+
+    return plain_logprobs(model, forest, shown)
 
 
 def gradients(model: PreTrainedModel, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -145,7 +132,6 @@ def test_merged_images_equal_each_trajectory_alone(
     merged = with_pixels(merged, reader)
     apart = forest_from_data(data, vocab_size=VOCABULARY)
     assert merged.tokens < apart.tokens
-    assert merged.images is not None
     assert len(merged.images.images) == 3
 
     logprobs, _ = ParallelModel(model, executor=executor)(merged, ForwardOptions())
@@ -166,10 +152,8 @@ def test_images_of_one_size_are_not_merged(vision: Vision) -> None:
     """Two different images have the same ids; their branches part at the first image token."""
     data = [trajectory(vision, "a", 3, "red", 5, -4), trajectory(vision, "b", 3, "blue", 5, -4)]
     (merged,) = build_micro_batches(data, 4096, vocab_size=VOCABULARY)
-    (same,) = build_micro_batches(
-        [trajectory(vision, "a", 3, "red", 5, -4), trajectory(vision, "b", 3, "red", 5, -4)], 4096,
-        vocab_size=VOCABULARY,
-    )  # fmt: skip
+    alike = [data[0], trajectory(vision, "b", 3, "red", 5, -4)]
+    (same,) = build_micro_batches(alike, 4096, vocab_size=VOCABULARY)
     assert merged.tokens == same.tokens + vision.tokens(IMAGES["red"].ref) + 1 + 5
 
 
@@ -178,11 +162,8 @@ def test_a_cut_tree_keeps_whole_images(vision: Vision, reader: PixelReader) -> N
     model = vision_model()
     parts = [with_pixels(part, reader) for part in build_micro_batches(data, 40, vocab_size=VOCABULARY)]
     assert len(parts) > 1
-    total = sum(
-        ParallelModel(model)(part, ForwardOptions())[0].sum().item()
-        for part in parts
-        if part.trainable_tokens
-    )
+    trained = [part for part in parts if part.trainable_tokens]
+    total = sum(ParallelModel(model)(part, ForwardOptions())[0].sum().item() for part in trained)
     (merged,) = build_micro_batches(data, 4096, vocab_size=VOCABULARY)
     whole = ParallelModel(model)(with_pixels(merged, reader), ForwardOptions())[0].sum().item()
     assert total == pytest.approx(whole, rel=1e-5)
@@ -194,8 +175,6 @@ def test_a_vision_model_passes_the_checks_of_training(kind: str) -> None:
 
 
 def test_refusals(vision: Vision, reader: PixelReader) -> None:
-    from tiny_models import tiny_model
-
     data = [trajectory(vision, "a", 3, "red", 5, -4)]
     forest = forest_from_data(data)
     with pytest.raises(ForestError, match="images without pixels"):
@@ -206,14 +185,13 @@ def test_refusals(vision: Vision, reader: PixelReader) -> None:
             ParallelModel(vision_model(), executor=name)(forest, ForwardOptions())
     with pytest.raises(ModelError, match="reads text only"):
         ParallelModel(tiny_model("qwen3"))(forest, ForwardOptions())
-    wrong = replace(data[0], images=(replace(data[0].images[0], tokens=5),))
-    assert "image of 5 tokens has the grid" in str(
-        packing_problem(wrong, vocab_size=VOCABULARY, max_tokens=4096)
-    )
-    outside = replace(data[0], images=(replace(data[0].images[0], start=data[0].tokens - 2),))
-    assert "outside" in str(packing_problem(outside, vocab_size=VOCABULARY, max_tokens=4096))
-    trained = replace(data[0], images=(replace(data[0].images[0], start=data[0].tokens - 6),))
-    assert "trainable" in str(packing_problem(trained, vocab_size=VOCABULARY, max_tokens=4096))
+    for change, says in (
+        ({"tokens": 5}, "image of 5 tokens has the grid"),
+        ({"start": data[0].tokens - 2}, "outside"),
+        ({"start": data[0].tokens - 6}, "trainable"),
+    ):
+        wrong = replace(data[0], images=(replace(data[0].images[0], **change),))
+        assert says in packing_problem(wrong, vocab_size=VOCABULARY, max_tokens=4096)
 
 
 @pytest.mark.parametrize("size", [(24, 16), (40, 8), (7, 5), (200, 90), (1, 1), (64, 512)])

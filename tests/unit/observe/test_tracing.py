@@ -98,10 +98,8 @@ def test_without_the_flag_nothing_is_imported_and_spans_are_one_object() -> None
 
 def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with (
-        pytest.raises(ConfigError, match=r"needs OpenTelemetry.*\n.*agentrl\[tracing\]"),
-        _opened("http://h"),
-    ):
+    says = r"needs OpenTelemetry.*\n.*agentrl\[tracing\]"
+    with pytest.raises(ConfigError, match=says), _opened("http://h"):
         pass
 
 
@@ -119,14 +117,12 @@ def test_content_is_recorded_only_if_asked_for() -> None:
 
 def test_texts_are_redacted_and_cut_and_stay_json() -> None:
     call = {"id": "c", "function": {"name": "f", "arguments": {"password": "hunter2hunter2", "n": 1}}}
+    image = {"type": "image_url", "image_url": "b64"}
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "x" * 3 * TEXT_LIMIT},
         {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "token sk-abcdefghijklmnopqrstuvwx"},
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": "b64"}],
-        },
+        {"role": "user", "content": [{"type": "text", "text": "see"}, image]},
     ]
     rendered = render_messages(messages)
     assert "hunter2" not in rendered

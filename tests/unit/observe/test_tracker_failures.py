@@ -76,10 +76,7 @@ def test_one_that_does_not_open_is_left_out(
 
 
 def test_one_that_hangs_delays_neither_the_start_nor_the_end(
-    registered: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    registered: dict[str, Any], tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     release = threading.Event()
     monkeypatch.setattr(tracker_threads, "OPEN_SECONDS", 0.01)

@@ -1,20 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import pytest
+from parsed_flags import parsed
 
-from agentrl.config.load import Configs, parse
 from agentrl.config.training import PlanConfig
 from agentrl.errors import ConfigError
 from agentrl.plan.search import list_layouts, name_of
 from agentrl.plan.workload import build_workload, parse_gpus
 
-
-def configs(*flags: str) -> Configs:
-    """The flags as ``agentrl plan`` parses them."""
-    words: Sequence[str] = flags
-    return parse(words, command="agentrl plan", description="", shown=[], extra=[PlanConfig])
+configs = partial(parsed, command="agentrl plan", extra=[PlanConfig])
 
 
 @pytest.mark.parametrize(

@@ -31,20 +31,18 @@ def spec(config: PretrainedConfig | None = None, **changes: Any) -> StepSpec:
     return replace(plain, **changes)
 
 
-@pytest.mark.parametrize(
-    "planned",
-    [
-        spec(),
-        spec(micro_batches=1),
-        spec(checkpointing="full"),
-        spec(checkpointing="selective"),
-        spec(LlamaConfig(**SIZES)),
-        spec(adapter=AdapterConfig(lora_rank=8)),
-        spec(optim=OptimConfig(freeze="embed_tokens")),
-        spec(Qwen3MoeConfig(**SIZES, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2)),
-    ],
-    ids=["none", "single", "full", "selective", "llama", "lora", "frozen", "experts"],
-)
+SPECS = {
+    "none": spec(), "single": spec(micro_batches=1), "full": spec(checkpointing="full"),
+    "selective": spec(checkpointing="selective"), "llama": spec(LlamaConfig(**SIZES)),
+    "lora": spec(adapter=AdapterConfig(lora_rank=8)),
+    "frozen": spec(optim=OptimConfig(freeze="embed_tokens")),
+    "experts": spec(
+        Qwen3MoeConfig(**SIZES, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("planned", SPECS.values(), ids=SPECS)
 def test_the_peak_is_that_of_a_real_step(planned: StepSpec) -> None:
     found = planned_memory(planned, Layout())
     assert sum(found.parts.values()) == found.peak

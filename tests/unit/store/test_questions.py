@@ -31,7 +31,6 @@ def test_the_page_shows_the_question_and_it_asks_a_view(question: Path) -> None:
     query = query_of(question)
     assert f"```js\n{query}\n```" in PAGE
     asked = re.match(r'db\.getCollection\("(\w+)"\)\.aggregate\(\[', query)
-    assert asked is not None
     assert asked[1] in VIEWS
 
 
@@ -49,22 +48,13 @@ def test_compass_gets_a_file_for_each_question_and_keeps_its_own(tmp_path: Path)
     for _ in range(2):
         subprocess.run([*command, "--folder", str(tmp_path)], check=True, capture_output=True, timeout=60)
     files = [path for path in saved.iterdir() if path.name != "mine.json"]
-    kept = sorted(
-        (json.loads(path.read_text(encoding="utf-8")) for path in files), key=lambda item: item["name"]
-    )
+    kept = sorted((json.loads(path.read_text()) for path in files), key=lambda item: item["name"])
     assert [item["name"][:2] for item in kept] == [path.name[:2] for path in QUESTIONS]
     for item, question in zip(kept, QUESTIONS, strict=True):
-        view = item["namespace"].removeprefix("run.")
-        assert (
-            query_of(question) == f'db.getCollection("{view}").aggregate({item["pipelineText"]}).toArray();'
-        )
+        view, pipeline = item["namespace"].removeprefix("run."), item["pipelineText"]
+        assert query_of(question) == f'db.getCollection("{view}").aggregate({pipeline}).toArray();'
         assert (saved / f"{item['id']}.json").is_file()
-    missing = subprocess.run(
-        [*command, "--folder", str(tmp_path / "none")],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    nowhere = [*command, "--folder", str(tmp_path / "none")]
+    missing = subprocess.run(nowhere, check=False, capture_output=True, text=True, timeout=60)
     assert missing.returncode == 1
     assert "start Compass once" in missing.stderr

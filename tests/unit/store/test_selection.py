@@ -42,9 +42,8 @@ def test_unknown_tasks_go_first_where_the_known_ones_are_no_likelier_to_have_spr
     ordered = [option("new")]
     assert choose(ordered, [option("mean", epoch=1)], ABLE, 1, 1)[0].by == ORDER
     assert choose(ordered, [option("easy", 2.0, epoch=1)], ABLE, 1, 1)[0].by == ORDER
-    assert choose(ordered, [option("near", -0.5, epoch=1)], Estimate(0.5), 1, 1)[0].by == ORDER, (
-        "too small a gain"
-    )
+    gains_little = choose(ordered, [option("near", -0.5, epoch=1)], Estimate(0.5), 1, 1)
+    assert gains_little[0].by == ORDER
 
 
 def test_unknown_tasks_are_expected_to_agree_as_often_as_other_first_groups_did() -> None:
@@ -63,10 +62,8 @@ def test_what_is_left_is_begun_whatever_its_spread() -> None:
 
 def test_a_task_that_is_both_next_in_order_and_known_is_begun_once() -> None:
     same = option("same", -3.0, epoch=1)
-    assert [c.option.id for c in choose([same, option("b", epoch=1)], [same], ABLE, 1, 4)] == [
-        same.id,
-        "train/1/b",
-    ]
+    chosen = choose([same, option("b", epoch=1)], [same], ABLE, 1, 4)
+    assert [choice.option.id for choice in chosen] == [same.id, "train/1/b"]
 
 
 def test_an_admission_ends_with_its_capacity_or_its_slots() -> None:

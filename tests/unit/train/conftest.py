@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -35,9 +35,6 @@ from agentrl.train.progress import roll_back
 from agentrl.train.publishing import Publisher
 from agentrl.train.saving import Saver
 
-if TYPE_CHECKING:
-    from agentrl.store.client import Store
-
 FRESH = Freshness(max_staleness=9)
 OWNER = Owner(run="run", id="1f", server="memory")
 
@@ -50,6 +47,12 @@ def process_group_ends_with_its_test() -> Iterator[None]:
         leave_processes()
 
 
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny policy, which no test changes."""
+    return write_tiny_policy(tmp_path_factory.mktemp("model") / "base")
+
+
 @pytest.fixture
 async def store() -> FakeStore:
     """Six groups that version 0 sampled."""
@@ -59,12 +62,6 @@ async def store() -> FakeStore:
     return store
 
 
-@pytest.fixture(scope="session")
-def base_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that is trained, which nothing changes."""
-    return write_tiny_policy(tmp_path_factory.mktemp("trained") / "base")
-
-
 @pytest.fixture
 def start(starter: Callable[..., Any], tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
     """Start a trainer of ``store``; ``changes`` are those of its flags."""
@@ -72,9 +69,9 @@ def start(starter: Callable[..., Any], tmp_path: Path, store: FakeStore) -> Call
 
 
 @pytest.fixture(scope="session")
-def starter(base_policy: Path) -> Callable[..., Any]:
+def starter(base: Path) -> Callable[..., Any]:
     """Return what starts trainers of a store, which write below a folder."""
-    return partial(_starter, base_policy)
+    return partial(_starter, base)
 
 
 def _starter(base: Path, store: FakeStore, output: Path) -> Callable[..., Any]:
@@ -83,9 +80,7 @@ def _starter(base: Path, store: FakeStore, output: Path) -> Callable[..., Any]:
         device: DeviceLease | None = None, **changes: Any
     ) -> Trainer:  # fmt: skip
         config = TrainConfig(**{"groups_per_step": 2, "save_steps": 1, "publish": "full", **changes})
-        lease = TrainerLease(
-            cast("Store", store), await store.trainer_lease.acquire("me", "h", 1, 60.0), 60.0
-        )
+        lease = TrainerLease(store, await store.trainer_lease.acquire("me", "h", 1, 60.0), 60.0)
         steps = await store.steps.find()
         found = checkpoint.find(output, choice, steps, run_name="run", base=base)
         recipe = training_configs(
@@ -95,9 +90,7 @@ def _starter(base: Path, store: FakeStore, output: Path) -> Callable[..., Any]:
         controller = lead(single_process(), lambda: build_trainer(recipe, weights=weights, total_steps=None))
         if found:
             checkpoint.restore(found, controller.trainer)
-        progress = await roll_back(
-            cast("Store", store), base, found, steps, attempt=lease.attempt, replays=choice == "auto"
-        )
+        progress = await roll_back(store, base, found, steps, attempt=lease.attempt, replays=choice == "auto")
         checkpoint.rename_reverted(output, progress.train_steps, lease.attempt)
         settings = StreamSettings(
             groups_per_step=config.groups_per_step, num_epochs=1, freshness=freshness, wait_seconds=30.0,
@@ -106,21 +99,16 @@ def _starter(base: Path, store: FakeStore, output: Path) -> Callable[..., Any]:
         turns = DeviceTurns(lease=device, controller=controller)
         folders = RunFolders(owner=OWNER, output=output, versions=str(output / "weights"))
         await folders.claim()
+        shared: Any = {"config": config, "controller": controller, "progress": progress, "lease": lease}
         publisher = Publisher(
-            store=cast("Store", store), config=config, controller=controller, progress=progress, lease=lease,
-            turns=turns, folders=folders, max_staleness=max_staleness, stop=stop,
-        )  # fmt: skip
-        saver = Saver(
-            config=config, controller=controller, progress=progress, lease=lease, folders=folders,
-            publisher=publisher,
-            saved_step=progress.step, saved=found.folder if found else None,
-        )  # fmt: skip
+            store=store, turns=turns, folders=folders, max_staleness=max_staleness, stop=stop, **shared
+        )
+        saved = found.folder if found else None
+        saver = Saver(folders=folders, publisher=publisher, saved_step=progress.step, saved=saved, **shared)
         return Trainer(
-            store=cast("Store", store), run_name="run", config=config, controller=controller, saver=saver,
-            stream=DataStream(cast("Store", store), settings, progress.replay), progress=progress,
-            lease=lease, turns=turns, stop=stop,
-            view=StepView(Console(file=StringIO())),
-            tracker=open_trackers("none", RunConfig(), output),
+            store=store, run_name="run", saver=saver, stream=DataStream(store, settings, progress.replay),
+            turns=turns, stop=stop, view=StepView(Console(file=StringIO())),
+            tracker=open_trackers("none", RunConfig(), output), **shared,
         )  # fmt: skip
 
     return begin

@@ -17,7 +17,7 @@ from tiny_policy import write_tiny_policy
 from torch.optim.lr_scheduler import LRScheduler
 
 from agentrl.config.schema import ModelConfig, OptimConfig
-from agentrl.documents.checkpoint import Checkpoint, CheckpointState
+from agentrl.documents.checkpoint import CheckpointState
 from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, LeaseLostError, ModelError, PublishError
@@ -76,7 +76,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def save(
-    root: Path, saved: CheckpointState, trained: Trained, *, limit: int, lost_at: str | None = None
+    root: Path, saved: CheckpointState, trained: Trained, *, limit: int = 2, lost_at: str | None = None
 ) -> Path:
     """Save; with ``lost_at``, the lease is lost when that call of its fence is made."""
     fence = Mock(spec=ThreadFence)
@@ -89,8 +89,7 @@ def save(
 
 def state(base: Path, step: int = 1, run_name: str = "run", attempt: int = 1) -> CheckpointState:
     return CheckpointState(
-        attempt=attempt,
-        run_name=run_name, step=step, policy_version=step,
+        attempt=attempt, run_name=run_name, step=step, policy_version=step,
         train_steps=tuple(f"1/{i + 1}" for i in range(step)), architecture=architecture(base),
     )  # fmt: skip
 
@@ -106,34 +105,36 @@ def committed(count: int, reverted: int = 0) -> list[TrainStep]:
 
 
 def find(
-    root: Path, choice: str, *, run_name: str, base: Path, steps: list[TrainStep] | None = None
-) -> Checkpoint | None:
+    root: Path, base: Path, choice: str = "auto", *, steps: list[TrainStep] | None = None, **options: Any
+) -> Any:
     known = committed(10) if steps is None else steps
-    return checkpoint.find(root, choice, known, run_name=run_name, base=base)
+    return checkpoint.find(root, choice, known, run_name="run", base=base, **options)
+
+
+def save_steps(root: Path, base: Path, *steps: int) -> Trained:
+    """Save a checkpoint of each of the steps."""
+    trained = Trained.load(base)
+    for step in steps:
+        save(root, state(base, step), trained)
+    return trained
 
 
 def test_a_checkpoint_of_reverted_steps_is_not_resumed_from(tmp_path: Path, base: Path) -> None:
-    trained = Trained.load(base)
-    for step in (2, 4):
-        save(tmp_path, state(base, step), trained, limit=2)
+    save_steps(tmp_path, base, 2, 4)
     steps = committed(2, reverted=2)
-    found = find(tmp_path, "auto", run_name="run", base=base, steps=steps)
-    assert found is not None
-    assert found.state.step == 2
+    assert find(tmp_path, base, steps=steps).state.step == 2
     with pytest.raises(ConfigError, match="contains 2 reverted steps, such as 1/3"):
-        find(tmp_path, str(tmp_path / "checkpoint-000004"), run_name="run", base=base, steps=steps)
+        find(tmp_path, base, str(tmp_path / "checkpoint-000004"), steps=steps)
     with pytest.raises(ConfigError, match="contains 4 steps that are not in database run"):
-        find(tmp_path, "auto", run_name="run", base=base, steps=[])
+        find(tmp_path, base, steps=[])
 
 
 def test_checkpoints_of_reverted_steps_are_renamed(tmp_path: Path, base: Path) -> None:
-    trained = Trained.load(base)
-    for step in (2, 4):
-        save(tmp_path, state(base, step), trained, limit=2)
+    trained = save_steps(tmp_path, base, 2, 4)
     standing = state(base, 2).train_steps
     assert checkpoint.rename_reverted(tmp_path, standing, 1) == [tmp_path / "undone-checkpoint-000004"]
     save(tmp_path, state(base, 3), trained, limit=1)
-    assert [path.name for path in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-000003"]
+    assert names(tmp_path) == ["checkpoint-000003", "undone-checkpoint-000004"]
 
 
 def names(root: Path) -> list[str]:
@@ -153,28 +154,20 @@ def test_a_replaced_trainer_deletes_no_checkpoint(tmp_path: Path, base: Path, ca
 def test_two_trainers_never_write_one_checkpoint(tmp_path: Path, base: Path) -> None:
     trained = Trained.load(base)
     successor = replace(state(base, 2, attempt=3), train_steps=("1/1", "3/2"))
-    save(tmp_path, state(base, 1), trained, limit=2)
-    save(tmp_path, successor, trained, limit=2)
+    save(tmp_path, state(base, 1), trained)
+    save(tmp_path, successor, trained)
     save(tmp_path, state(base, 2), trained, limit=1)
     assert names(tmp_path) == ["checkpoint-000002", "checkpoint-000002-3"]
     steps = [*committed(1, reverted=1), replace(committed(2)[1], id="3/2")]
-    found = find(tmp_path, "auto", run_name="run", base=base, steps=steps)
-    assert found is not None
-    assert found.folder.name == "checkpoint-000002-3"
+    assert find(tmp_path, base, steps=steps).folder.name == "checkpoint-000002-3"
     assert checkpoint.rename_reverted(tmp_path, ("1/1", "1/2"), 1) == []
-    assert checkpoint.rename_reverted(tmp_path, successor.train_steps, 3) == [
-        tmp_path / "undone-checkpoint-000002"
-    ]  # fmt: skip
+    undone = checkpoint.rename_reverted(tmp_path, successor.train_steps, 3)
+    assert undone == [tmp_path / "undone-checkpoint-000002"]
 
 
 def test_a_checkpoint_that_is_being_deleted_is_not_resumed_from(tmp_path: Path, base: Path) -> None:
-    trained = Trained.load(base)
-    for step in (1, 2):
-        save(tmp_path, state(base, step), trained, limit=2)
-    found = checkpoint.find(
-        tmp_path, "auto", committed(2), run_name="run", base=base, discarded=["checkpoint-000002"]
-    )
-    assert found is not None
+    save_steps(tmp_path, base, 1, 2)
+    found = find(tmp_path, base, discarded=["checkpoint-000002"])
     assert found.state.step == 1
 
 
@@ -182,10 +175,9 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, base: Path) -
     torch.manual_seed(1)
     trained = Trained.load(base)
     trained.step()
-    folder = save(tmp_path, state(base), trained, limit=2)
+    folder = save(tmp_path, state(base), trained)
     expected = [trained.step(), trained.step(), random.random(), np.random.rand()]
-    found = find(tmp_path, "auto", run_name="run", base=base)
-    assert found is not None
+    found = find(tmp_path, base)
     assert found.folder == folder
     assert found.state == state(base)
     again = Trained.load(base, found.model)
@@ -197,10 +189,9 @@ def test_weights_that_publication_rounds_are_restored_exactly(tmp_path: Path, ba
     write_config(base, None, "bfloat16")
     trained = Trained.load(base)
     trained.step()
-    folder = save(tmp_path, state(base), trained, limit=2)
+    folder = save(tmp_path, state(base), trained)
     assert stored_dtype(folder / "model") == "bfloat16"
-    found = find(tmp_path, "auto", run_name="run", base=base)
-    assert found is not None
+    found = find(tmp_path, base)
     again = Trained.load(base, found.model)
     held = dict(trained.policy.model.named_parameters())
     loaded = dict(again.policy.model.named_parameters())
@@ -216,10 +207,9 @@ def test_weights_that_publication_rounds_are_restored_exactly(tmp_path: Path, ba
 def test_a_checkpoint_of_a_model_folder_in_the_trained_dtype_is_restored(tmp_path: Path, base: Path) -> None:
     trained = Trained.load(base)
     trained.step()
-    folder = save(tmp_path, state(base), trained, limit=2)
+    folder = save(tmp_path, state(base), trained)
     write_config(base, None, "bfloat16")
-    found = find(tmp_path, "auto", run_name="run", base=base)
-    assert found is not None
+    found = find(tmp_path, base)
     assert found.folder == folder
     again = Trained.load(base, found.model)
     checkpoint.restore(found, again)
@@ -228,45 +218,39 @@ def test_a_checkpoint_of_a_model_folder_in_the_trained_dtype_is_restored(tmp_pat
 
 
 def test_the_model_part_is_a_hugging_face_folder(tmp_path: Path, base: Path) -> None:
-    folder = save(tmp_path, state(base), Trained.load(base), limit=2)
+    folder = save(tmp_path, state(base), Trained.load(base))
     assert load_policy(ModelConfig(model_name_or_path=str(folder / "model"))).tokenizer.chat_template
 
 
 def test_only_the_newest_are_kept_and_auto_takes_the_newest_whole_one(tmp_path: Path, base: Path) -> None:
-    trained = Trained.load(base)
-    for step in (1, 2, 10):
-        save(tmp_path, state(base, step), trained, limit=2)
+    save_steps(tmp_path, base, 1, 2, 10)
     (tmp_path / ".tmp-checkpoint-000011-1").mkdir()
     (tmp_path / "checkpoint-000012").mkdir()
-    assert sorted(path.parent.name for path in tmp_path.glob("*/state.json")) == [
-        "checkpoint-000002", "checkpoint-000010",
-    ]  # fmt: skip
-    found = find(tmp_path, "auto", run_name="run", base=base)
-    assert found is not None
-    assert found.state.step == 10
+    whole = sorted(path.parent.name for path in tmp_path.glob("*/state.json"))
+    assert whole == ["checkpoint-000002", "checkpoint-000010"]
+    assert find(tmp_path, base).state.step == 10
 
 
 def test_choices_other_than_auto(tmp_path: Path, base: Path) -> None:
-    folder = save(tmp_path, state(base), Trained.load(base), limit=2)
-    named = find(tmp_path / "other", str(folder), run_name="run", base=base)
-    assert named is not None
-    assert find(tmp_path, "none", run_name="run", base=base) is None
-    assert find(tmp_path / "other", "auto", run_name="run", base=base) is None
+    folder = save(tmp_path, state(base), Trained.load(base))
+    assert find(tmp_path / "other", base, str(folder)).folder == folder
+    assert find(tmp_path, base, "none") is None
+    assert find(tmp_path / "other", base) is None
     with pytest.raises(ConfigError, match="is not a checkpoint"):
-        find(tmp_path, str(base), run_name="run", base=base)
+        find(tmp_path, base, str(base))
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, base: Path) -> None:
-    save(tmp_path, state(base, run_name="other"), Trained.load(base), limit=2)
+    save(tmp_path, state(base, run_name="other"), Trained.load(base))
     with pytest.raises(ConfigError, match="of run 'other', and this run is 'run'"):
-        find(tmp_path, "auto", run_name="run", base=base)
+        find(tmp_path, base)
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path, base: Path) -> None:
-    save(tmp_path, state(base), Trained.load(base), limit=2)
+    save(tmp_path, state(base), Trained.load(base))
     wider = write_tiny_policy(tmp_path / "wider", hidden_size=64)
     with pytest.raises(ModelError, match="hidden_size 32, not 64"):
-        find(tmp_path, "auto", run_name="run", base=wider)
+        find(tmp_path, wider)
 
 
 def test_a_full_disk_leaves_the_checkpoints_that_are_there(
@@ -278,20 +262,17 @@ def test_a_full_disk_leaves_the_checkpoints_that_are_there(
     with pytest.raises(PublishError, match="is full"):
         save(tmp_path, state(base, 2), trained, limit=1)
     monkeypatch.undo()
-    found = find(tmp_path, "auto", run_name="run", base=base)
-    assert found is not None
-    assert found.state.step == 1
+    assert find(tmp_path, base).state.step == 1
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, base: Path) -> None:
     trained = Trained.load(base)
-    folder = save(tmp_path, state(base), trained, limit=2)
-    found = find(tmp_path, "auto", run_name="run", base=base)
-    assert found is not None
+    folder = save(tmp_path, state(base), trained)
+    found = find(tmp_path, base)
     for name in ("trainer.pt", "optimizer/.metadata"):
         (folder / name).write_bytes(b"junk")
         with pytest.raises(ModelError, match="checkpoint-000001 cannot be restored"):
             checkpoint.restore(found, trained)
     (folder / "state.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"state\.json cannot be read"):
-        find(tmp_path, "auto", run_name="run", base=base)
+        find(tmp_path, base)

@@ -18,8 +18,7 @@ Usage = namedtuple("Usage", "total used free")
 KEPT = Retention(versions=4, version_bytes=10_000_000, checkpoints=2, checkpoint_bytes=30_000_000)
 
 
-def test_bytes_are_those_that_the_model_has(tmp_path: Path) -> None:
-    base = write_tiny_policy(tmp_path)
+def test_bytes_are_those_that_the_model_has(base: Path) -> None:
     policy = load_policy(ModelConfig(model_name_or_path=str(base)))
     size = sum(part.bytes for part in policy.published.parts())
     assert model_bytes(base, 4) == model_bytes(base, 2) * 2 == size

@@ -8,47 +8,29 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_policy import write_tiny_policy
-from training_data import group, training_configs
+from tiny_trainer import DATA, tiny_trainer
+from training_data import group
 
-from agentrl.config.schema import AdapterConfig, LossConfig, ModelConfig, OptimConfig
-from agentrl.train.build import build_trainer
 from agentrl.train.influence import Direction, influences, likelihood_direction
 from agentrl.train.step import PolicyTrainer, forward_backward, split_updates
 
-DATA = [*group("a"), *group("b", size=4), *group("c")]
 HELD_OUT = group("held out", size=3)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_policy(tmp_path_factory.mktemp("influence") / "base")
-
-
-def trainer(base: Path, *, rank: int = 0, optim: dict[str, Any] | None = None, **loss: Any) -> PolicyTrainer:
-    recipe = training_configs(
-        ModelConfig(model_name_or_path=str(base)),
-        LossConfig(**loss),
-        OptimConfig(learning_rate=1e-3, **(optim or {})),
-        AdapterConfig(lora_rank=rank),
-    )
-    return build_trainer(recipe, weights=None, total_steps=None)
 
 
 @pytest.mark.exactness
 @pytest.mark.parametrize(
-    ("rank", "optim", "loss"),
+    "flags",
     [
-        (0, {}, {"importance_weight_cap_ratio": float("inf"), "kl_coef": 0.1, "entropy_coef": 0.01}),
-        (0, {"mini_batches": 2, "num_epochs_per_batch": 2}, {"token_level_loss": False}),
-        (0, {}, {"loss_calculater": "GSPO", "old_logprobs": "recompute"}),
-        (2, {}, {"loss_calculater": "CISPO"}),
+        {"importance_weight_cap_ratio": float("inf"), "kl_coef": 0.1, "entropy_coef": 0.01},
+        {"mini_batches": 2, "num_epochs_per_batch": 2, "token_level_loss": False},
+        {"loss_calculater": "GSPO", "old_logprobs": "recompute"},
+        {"loss_calculater": "CISPO", "lora_rank": 2},
     ],
 )
 def test_influences_add_up_to_the_product_with_the_gradient_of_the_step(
-    base: Path, rank: int, optim: dict[str, Any], loss: dict[str, Any]
+    base: Path, flags: dict[str, Any]
 ) -> None:
-    policy = trainer(base, rank=rank, optim=optim, **loss)
+    policy = tiny_trainer(base, **flags)
     policy.train(DATA)  # an adapter begins at 0, where half of its gradients are 0
     direction = likelihood_direction(policy, HELD_OUT)
     found = influences(policy, DATA, direction)
@@ -64,8 +46,8 @@ def test_influences_add_up_to_the_product_with_the_gradient_of_the_step(
 
 
 def test_a_step_on_one_trajectory_changes_the_likelihood_by_its_influence(base: Path) -> None:
-    policy = trainer(base, importance_weight_cap_ratio=float("inf"), skip_length_normalization=True,
-                     token_level_loss=False)  # fmt: skip
+    policy = tiny_trainer(base, importance_weight_cap_ratio=float("inf"), skip_length_normalization=True,
+                          token_level_loss=False)  # fmt: skip
     direction = likelihood_direction(policy, HELD_OUT)
     found = influences(policy, DATA[:1], direction)[DATA[0].id]
     before, rate = objective(policy), 1e-3
@@ -89,8 +71,7 @@ def objective(policy: PolicyTrainer) -> float:
 
 def test_the_scale_is_that_of_an_update_of_adamw(base: Path) -> None:
     """With β1 = 0 an update is lr·gradient/(√v̂ + ε): it moves along v by lr times the scaled product."""
-    optim = {"optim_args": "beta1=0", "weight_decay": 0.0, "max_grad_norm": 1e9}
-    policy = trainer(base, optim=optim)
+    policy = tiny_trainer(base, optim_args="beta1=0", weight_decay=0.0, max_grad_norm=1e9)
     direction = likelihood_direction(policy, HELD_OUT)
     weights = copy.deepcopy([item.detach() for item in policy.model.parameters()])
     policy.train(DATA)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from fake_store import FakeStore
+from fake_store import FakeStore, engine
 from safetensors.torch import load_file
 
-from agentrl.documents.run import InferenceService, PolicyVersion
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
 from agentrl.train import publishing
@@ -42,7 +42,6 @@ async def test_the_memory_holds_what_the_files_do(store: FakeStore, start: Start
     trainer = await start(weight_sync="tensor", full_every=1, max_steps=2)
     await trainer.run()
     for version in (store.versions[1], store.versions[2]):
-        assert version.live is not None
         (share,) = version.live.shares
         held = open_memory_file(str(share.file), share.name).named()
         files = load_file(f"{version.location}/model.safetensors")
@@ -69,22 +68,16 @@ async def test_memory_that_is_short_is_an_overdue_version(
     trainer.controller.end()
 
 
-def engine(version: int | None) -> InferenceService:
-    return InferenceService(
-        id="e", url="u", engine="local", model="m", policy_version=version, host="h", pid=1
-    )
-
-
 @pytest.mark.parametrize(("kind", "waits"), [("distributed", True), ("tensor", False)])
 async def test_the_trainer_ends_when_engines_have_taken_its_last_version_from_the_network(
     store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch, kind: str, waits: bool
 ) -> None:
     trainer = await start(weight_sync=kind, full_every=9, max_steps=2)
-    store.engines, seen = [engine(1), engine(None)], []
+    store.engines, seen = [engine(policy_version=1), engine()], []
 
     async def follow(*events: Any, timeout: float) -> None:
         seen.append(open_for_engines(store))
-        store.engines[0] = engine(max(store.versions))
+        store.engines[0] = engine(policy_version=max(store.versions))
 
     monkeypatch.setattr(publishing, "wait_for_any", follow)
     await trainer.run()
@@ -95,7 +88,6 @@ async def test_the_trainer_ends_when_engines_have_taken_its_last_version_from_th
 def open_for_engines(store: FakeStore) -> bool:
     """Whether the trainer still answers requests for its last version."""
     live = store.versions[max(store.versions)].live
-    assert live is not None
     with socket.create_connection(("127.0.0.1", int(live.shares[0].port or 0)), 5.0):
         return True
 
@@ -105,7 +97,7 @@ async def test_an_engine_that_never_takes_the_last_version_ends_the_wait(
 ) -> None:
     monkeypatch.setattr(publishing, "LIVE_ENGINE_SECONDS", 0.05)
     trainer = await start(weight_sync="distributed", full_every=9, max_steps=1)
-    store.engines = [engine(0)]
+    store.engines = [engine(policy_version=0)]
     await trainer.run()
     assert "is not served by e after" in caplog.text
     trainer.controller.end()

@@ -10,7 +10,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from tiny_models import model_logprobs
-from tiny_policy import write_tiny_policy
 from training_data import group, training_configs
 
 from agentrl.config.schema import AdapterConfig, ModelConfig, OptimConfig, TrainConfig
@@ -41,12 +40,10 @@ def controller(base: Path, weights: Path | None = None, rank: int = 4) -> Contro
 
 
 def parameters(trained: Controller) -> list[torch.Tensor]:
-    assert trained.policy.adapter is not None
     return [value for _, value in trained.policy.adapter.named_parameters()]
 
 
-def test_training_goes_on_from_the_adapter_of_a_checkpoint(tmp_path: Path) -> None:
-    base = write_tiny_policy(tmp_path / "base")
+def test_training_goes_on_from_the_adapter_of_a_checkpoint(base: Path, tmp_path: Path) -> None:
     trained = controller(base)
     trained.train(DATA, None, {})
     state = CheckpointState(
@@ -63,8 +60,7 @@ def test_training_goes_on_from_the_adapter_of_a_checkpoint(tmp_path: Path) -> No
         controller(base, folder / "model", rank=0)
 
 
-def test_what_is_published_is_a_plain_model_with_the_same_logprobs(tmp_path: Path) -> None:
-    base = write_tiny_policy(tmp_path / "base")
+def test_what_is_published_is_a_plain_model_with_the_same_logprobs(base: Path, tmp_path: Path) -> None:
     trained = controller(base)
     for _ in range(3):
         trained.train(DATA, None, {})
@@ -82,11 +78,8 @@ def test_what_is_published_is_a_plain_model_with_the_same_logprobs(tmp_path: Pat
 
 
 def test_an_adapter_that_rounding_drops_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    lease: Any = None
-    publisher = Publisher(
-        store=lease, config=TrainConfig(), controller=lease, progress=lease, lease=lease, turns=lease,
-        folders=lease, max_staleness=1, stop=asyncio.Event(),
-    )  # fmt: skip
+    parts: Any = dict.fromkeys(("store", "controller", "progress", "lease", "turns", "folders"))
+    publisher = Publisher(config=TrainConfig(), max_staleness=1, stop=asyncio.Event(), **parts)
     warned = []
     for share in (None, 0.33, 0.5, 0.95, 0.8):
         caplog.clear()

@@ -9,15 +9,14 @@ import pytest
 import torch
 from peak_memory import peak_allocated
 from tiny_models import chains, packed, tiny_model
-from tiny_policy import write_tiny_policy
-from training_data import training_configs
+from tiny_trainer import tiny_trainer
 
-from agentrl.config.schema import ModelConfig, OptimConfig
+from agentrl.config.schema import OptimConfig
 from agentrl.config.training import MemoryConfig
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.losses.settings import LossSettings
-from agentrl.train.build import Checkpointing, build_trainer, checkpointing_mode, enable_checkpointing
+from agentrl.train.build import Checkpointing, checkpointing_mode, enable_checkpointing
 from agentrl.train.optimizer import OffloadedAdamW, build_optimizer
 from agentrl.train.step import explain_out_of_memory, forward_backward
 
@@ -67,8 +66,7 @@ def test_an_offloaded_optimizer_makes_the_same_weights(fused: bool) -> None:
             forward_backward(ParallelModel(model), [packed(chains())], LossSettings())
             optimizer.step()
             optimizer.zero_grad()
-    for plain, offloaded in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(plain, offloaded)
+    assert all(map(torch.equal, *(model.parameters() for model in models)))
     assert len(optimizers[1].param_groups) == len(optimizers[0].param_groups)
 
 
@@ -93,10 +91,8 @@ def test_the_original_flag_means_full() -> None:
         checkpointing_mode(MemoryConfig(activation_offload=True), False)
 
 
-def test_a_cpu_keeps_what_would_be_moved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = ModelConfig(model_name_or_path=str(write_tiny_policy(tmp_path / "base")))
-    flags = MemoryConfig(activation_checkpointing="full", activation_offload=True)
-    trainer = build_trainer(training_configs(model, flags), weights=None, total_steps=1)
+def test_a_cpu_keeps_what_would_be_moved(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = tiny_trainer(base, activation_checkpointing="full", activation_offload=True)
     forward_backward(ParallelModel(trainer.policy.model), [packed(chains())], LossSettings())
     assert "a CPU keeps activations in the host's memory anyway" in caplog.text
 
@@ -122,18 +118,15 @@ def test_out_of_memory_names_the_flags(error: Exception, mode: Checkpointing, fi
         explain_out_of_memory(MemoryConfig(activation_checkpointing=mode), 8192),
     ):
         raise error
-    assert raised.value.hint is not None
     assert first in raised.value.hint.split(";")[0]
     assert "--max_tokens (to 4096" in raised.value.hint
 
 
 def test_several_ranks_may_shard_the_gradients() -> None:
-    hints = []
     for ranks in (2, 1):
         with pytest.raises(TrainingError) as raised, explain_out_of_memory(MemoryConfig(), 8192, ranks=ranks):
             raise MemoryError
-        hints.append("--gradient_reduction every" in str(raised.value.hint))
-    assert hints == [True, False]
+        assert ("--gradient_reduction every" in raised.value.hint) is (ranks > 1)
 
 
 def test_other_errors_pass() -> None:

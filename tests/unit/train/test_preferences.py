@@ -9,46 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import model_logprobs
-from tiny_policy import write_tiny_policy
-from training_data import group, training_configs
+from tiny_trainer import DATA, tiny_trainer
+from token_batches import step_loss
+from training_data import group
 
-from agentrl.config.schema import AdapterConfig, LossConfig, ModelConfig, OptimConfig
 from agentrl.documents.training import DBRecordData
-from agentrl.errors import ConfigError
 from agentrl.losses.built_in.dpo import best_and_worst
-from agentrl.losses.compute import Denominators, reduce_losses, token_losses
 from agentrl.losses.loss import TokenBatch
 from agentrl.losses.settings import LossSettings
 from agentrl.losses.trajectories import ComparedTrajectories
-from agentrl.train.build import build_trainer
 from agentrl.train.step import PolicyTrainer
-
-DATA = [*group("a"), *group("b", size=4), *group("c")]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_policy(tmp_path_factory.mktemp("preferences") / "base")
-
-
-def trainer(base: Path, *, rank: int = 0, rate: float = 1e-3, max_tokens: int | None = None, updates: int = 1,
-            **loss: object) -> PolicyTrainer:  # fmt: skip
-    configs = training_configs(
-        ModelConfig(model_name_or_path=str(base)), LossConfig(**loss), AdapterConfig(lora_rank=rank),
-        OptimConfig(learning_rate=rate, mini_batches=updates),
-    )  # fmt: skip
-    built = build_trainer(configs, weights=None, total_steps=None)
-    return built if max_tokens is None else replace(built, max_tokens=max_tokens)
 
 
 def margins(policy: PolicyTrainer, data: list[DBRecordData]) -> list[float]:
     """Σ log πθ of each trajectory."""
     with torch.no_grad():
-        return [
-            float(model_logprobs(policy.policy.model, forest).sum())
-            for item in data
-            for forest in policy.pack([item])
-        ]
+        forests = [forest for item in data for forest in policy.pack([item])]
+        return [float(model_logprobs(policy.policy.model, forest).sum()) for forest in forests]
 
 
 def batch(h: list[float], score: list[float], group: list[int]) -> TokenBatch:
@@ -68,10 +45,7 @@ def batch(h: list[float], score: list[float], group: list[int]) -> TokenBatch:
 
 def value(given: TokenBatch, **flags: object) -> tuple[float, list[float]]:
     """Loss and its derivative by the Σ log πθ of each trajectory (of its first token)."""
-    settings = LossSettings(**flags)
-    whole = Denominators(int(given.mask.sum()), len(given.row[given.mask].unique()))
-    losses = token_losses(given, settings).losses
-    loss = reduce_losses(losses, given.mask, given.row, given.trajectories, whole, settings)
+    loss, _ = step_loss(given, LossSettings(**flags))
     (gradient,) = torch.autograd.grad(loss, given.logprobs)
     assert torch.equal(gradient[::2], gradient[1::2])
     return float(loss.detach()), gradient[::2].tolist()
@@ -112,9 +86,8 @@ def test_dpo_trains_the_best_and_the_worst_of_a_group() -> None:
 @pytest.mark.parametrize("loss", ["DPO", "KTO"])
 def test_steps_raise_what_scored_well_over_what_scored_badly(base: Path, loss: str, rank: int) -> None:
     """The reference is where training started; micro-batches of a trajectory each compute the same step."""
-    ours, split = (
-        trainer(base, rank=rank, rate=0.01, max_tokens=size, loss_calculater=loss) for size in (None, 10)
-    )
+    flags = {"lora_rank": rank, "learning_rate": 0.01, "loss_calculater": loss}
+    ours, split = tiny_trainer(base, **flags), tiny_trainer(base, max_tokens=10, **flags)
     pairs = best_and_worst(DATA)
     before = margins(ours, pairs)
     first, alike = ours.train(DATA).metrics, split.train(DATA).metrics
@@ -130,7 +103,7 @@ def test_steps_raise_what_scored_well_over_what_scored_badly(base: Path, loss: s
 
 
 def test_a_step_without_a_pair_changes_nothing(base: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ours = trainer(base, loss_calculater="DPO")
+    ours = tiny_trainer(base, loss_calculater="DPO")
     before = margins(ours, DATA)
     result = ours.train([replace(item, score=1.0) for item in DATA])
     assert (result.is_finite, result.metrics["loss"]) == (True, 0.0)
@@ -139,23 +112,8 @@ def test_a_step_without_a_pair_changes_nothing(base: Path, caplog: pytest.LogCap
 
 
 def test_mini_batches_compare_their_own_groups(base: Path) -> None:
-    twice, by_hand = (trainer(base, updates=n, loss_calculater="DPO") for n in (2, 1))
+    twice, by_hand = (tiny_trainer(base, mini_batches=n, loss_calculater="DPO") for n in (2, 1))
     twice.train(DATA)
     for part in ([*group("a"), *group("c")], group("b", size=4)):
         by_hand.train(part)
     assert margins(twice, DATA) == pytest.approx(margins(by_hand, DATA), abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"token_level_loss": True}, {"skip_length_normalization": False}, {"loss_length_divisor": 9},
-        {"kl_coef": 0.1}, {"epsilon": 0.3}, {"importance_correction": "token_mask"}, {"dual_clip": 2.0},
-    ],
-)  # fmt: skip
-def test_flags_that_do_not_act_are_refused(flags: dict[str, object]) -> None:
-    for loss in ("DPO", "KTO"):
-        with pytest.raises(ConfigError, match=next(iter(flags))):
-            LossSettings(loss_calculater=loss, **flags)
-    with pytest.raises(ConfigError, match="preference_beta"):
-        LossSettings(loss_calculater="GRPO", preference_beta=0.2)

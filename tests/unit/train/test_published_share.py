@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,11 +64,8 @@ def test_what_is_not_rounded_is_not_compared(
     dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(published_share, "read_rows")
-    policy = trained(tmp_path, rate=1e-6)
-    assert (
-        PublishedShare(Policy(policy.model, policy.tokenizer, policy.base, None, own_dtype=dtype)).measure()
-        == 1.0
-    )
+    policy = replace(trained(tmp_path, rate=1e-6), own_dtype=dtype)
+    assert PublishedShare(policy).measure() == 1.0
 
 
 def test_a_base_that_cannot_be_read_costs_the_metric_alone(
@@ -77,6 +75,5 @@ def test_a_base_that_cannot_be_read_costs_the_metric_alone(
     (tmp_path / "model.safetensors").unlink()
     share = PublishedShare(policy)
     assert share.measure() is share.measure() is None
-    assert [record.message.split(":")[0] for record in caplog.records] == [
-        "published_update_share is not reported"
-    ]
+    told = [record.message.split(":")[0] for record in caplog.records]
+    assert told == ["published_update_share is not reported"]

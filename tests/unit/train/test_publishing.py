@@ -6,18 +6,17 @@ import asyncio
 import json
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_store import FakeStore
+from fake_store import FakeStore, engine
 from safetensors.torch import load_file
 from training_data import group
 from waiting import until
 
-from agentrl.documents.run import InferenceService
 from agentrl.documents.status import StepStatus, VersionStatus
 from agentrl.errors import LeaseLostError, PublishError
 from agentrl.train import background, publishing
@@ -47,18 +46,24 @@ class SlowDisk:
         monkeypatch.setattr(background, "write_share", wait)
 
 
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+    disk = SlowDisk(monkeypatch)
+    yield disk
+    disk.is_free.set()
+
+
 def committed(store: FakeStore) -> int:
     return sum(step.status is StepStatus.COMMITTED for step in store.train_steps.values())
 
 
 async def test_training_goes_on_while_a_version_is_written(
-    store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch
+    store: FakeStore, start: Start, disk: SlowDisk
 ) -> None:
     """At most ``--max_staleness`` steps ahead; the steps in between are not published."""
     for name in "ghijkl":
         store.add(*group(name))
     trainer = await start(max_staleness=3, save_steps=99)
-    disk = SlowDisk(monkeypatch)
     running = asyncio.create_task(trainer.run())
     await until(lambda: committed(store) == 4)
     await asyncio.sleep(0.1)
@@ -76,11 +81,10 @@ async def test_training_goes_on_while_a_version_is_written(
 
 
 async def test_newer_weights_are_published_while_training_waits_for_data(
-    store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch
+    store: FakeStore, start: Start, disk: SlowDisk
 ) -> None:
     store.unfinished_groups = 1
     trainer = await start(save_steps=99, max_staleness=9)
-    disk = SlowDisk(monkeypatch)
     running = asyncio.create_task(trainer.run())
     await until(lambda: committed(store) == 3)
     disk.is_free.set()
@@ -109,10 +113,9 @@ async def test_a_version_that_could_not_be_written_in_the_background_is_publishe
 
 
 async def test_a_trainer_that_was_replaced_while_it_wrote_publishes_nothing(
-    store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch
+    store: FakeStore, start: Start, disk: SlowDisk
 ) -> None:
     trainer = await start(save_steps=99, max_staleness=0)
-    disk = SlowDisk(monkeypatch)
     running = asyncio.create_task(trainer.run())
     await until(lambda: disk.writing == 1)
     store.attempt += 1
@@ -124,19 +127,14 @@ async def test_a_trainer_that_was_replaced_while_it_wrote_publishes_nothing(
 
 
 async def test_a_disk_that_hangs_ends_training(
-    store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = await start(max_steps=1, save_steps=99)
-    disk = SlowDisk(monkeypatch)
     monkeypatch.setattr(publishing, "WRITE_SECONDS", 0.2)
     monkeypatch.setattr(publishing, "REPORT_SECONDS", 0.1)
-    try:
-        with pytest.raises(
-            PublishError, match=r"stops at step 1: the version of step 1 is not written after 0.2 s"
-        ):
-            await trainer.run()
-    finally:
-        disk.is_free.set()
+    says = "stops at step 1: the version of step 1 is not written after 0.2 s"
+    with pytest.raises(PublishError, match=says):
+        await trainer.run()
 
 
 def weights(trainer: Trainer, store: FakeStore, tmp_path: Path) -> dict[str, torch.Tensor]:
@@ -151,10 +149,9 @@ def weights(trainer: Trainer, store: FakeStore, tmp_path: Path) -> dict[str, tor
         (copy / path.name).write_bytes(path.read_bytes())
     files = [Path(item.location) / file.name for item in chain[1:] for file in item.files]
     listed = json.loads((Path(version.location) / MANIFEST).read_text())["tensors"]
-    apply(files, copy, {name: TensorChecksum.from_json(value) for name, value in listed.items()})
-    assert version.digest == weights_digest(
-        {name: TensorChecksum.from_json(value) for name, value in listed.items()}
-    )
+    expected = {name: TensorChecksum.from_json(value) for name, value in listed.items()}
+    apply(files, copy, expected)
+    assert version.digest == weights_digest(expected)
     return load_file(copy / "model.safetensors")
 
 
@@ -179,9 +176,7 @@ async def test_deltas_lead_to_the_trained_weights(
 
 
 async def test_an_engine_that_lacks_a_delta_gets_whole_weights(store: FakeStore, start: Start) -> None:
-    store.engines = [
-        InferenceService(id="e", url="u", engine="local", model="m", host="h", pid=1, needs_full=True)
-    ]
+    store.engines = [engine(needs_full=True)]
     await (await start(publish="delta", max_steps=3)).run()
     assert {version.encoding for version in store.versions.values()} == {"full"}
 

@@ -3,14 +3,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
-from tiny_policy import write_tiny_policy
+from tiny_policy import MARKED_TEMPLATE, TEMPLATE, tiny_format, write_tiny_policy
 
+from agentrl.chat.conversation_file import read_conversations
 from agentrl.cli.training import sft as main
 from agentrl.config.schema import ModelConfig
+from agentrl.data.forest import forest_from_data
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.model.load import load_policy
+from agentrl.train.sft import from_conversations
 
 
 @pytest.fixture
@@ -28,6 +32,21 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "--model_name_or_path", str(base), "--train_file", "conversations.jsonl", "--batch_size", "8",
         "--learning_rate", "1e-2", "--max_tokens", "200", "--log_steps", "1",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED_TEMPLATE])
+def test_what_the_assistant_says_becomes_spans_of_one_chain(tmp_path: Path, template: str) -> None:
+    said = [("user", "2+2?"), ("assistant", "call"), ("tool", "4"), ("assistant", "four")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    chat_format, path = tiny_format(template), tmp_path / "c.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": part}) for part in (messages, messages[:2])))
+    data, _ = from_conversations(path, chat_format)
+    assert [(item.id, len(item.spans)) for item in data] == [("c.jsonl:1", 2), ("c.jsonl:2", 1)]
+    forest = forest_from_data(data, vocab_size=259)
+    expected, _ = read_conversations(path, chat_format)
+    assert np.array_equal(forest.input_ids, np.concatenate([item.input_ids for item in expected]))
+    assert np.array_equal(forest.target, np.flatnonzero(np.concatenate([c.is_trainable for c in expected])))
+    assert forest.trajectories == 2
 
 
 def losses(text: str) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import AGES, VOCABULARY, chains, plain_logprobs, tree
-from tiny_policy import write_tiny_policy
-from training_data import group, sampled_by, training_configs
+from tiny_trainer import have_same_weights, tiny_trainer
+from training_data import group, sampled_by
 
-from agentrl.config.schema import ModelConfig, OptimConfig, TrainConfig
 from agentrl.data.forest import TokenForest, forest_from_data
 from agentrl.data.freshness import Freshness
 from agentrl.data.planner import PrefixMerging, build_micro_batches
@@ -23,8 +23,7 @@ from agentrl.distributed.mesh import Mesh
 from agentrl.documents.model_call import unpack_floats
 from agentrl.documents.training import DBRecordData
 from agentrl.train import step as step_module
-from agentrl.train.build import build_trainer
-from agentrl.train.step import PolicyTrainer, split_updates
+from agentrl.train.step import split_updates
 from agentrl.train.step_loss import TokenRecorder, TokenValues, choose_trajectories
 
 CPU = torch.device("cpu")
@@ -39,9 +38,7 @@ def several() -> list[DBRecordData]:
 def recorded(forests: Sequence[TokenForest], recorder: TokenRecorder) -> dict[str, TokenValues]:
     """The values, if a token's logprob is twice what the sampler stored and its entropy is its advantage."""
     for forest in forests:
-        behavior, advantage = (
-            torch.from_numpy(array) for array in (forest.behavior_logprob, forest.advantage)
-        )
+        behavior, advantage = map(torch.from_numpy, (forest.behavior_logprob, forest.advantage))
         recorder.add(forest, 2 * behavior, advantage)
     return {values.record: values for values in recorder.collect(Mesh())}
 
@@ -77,9 +74,8 @@ def test_only_chosen_trajectories_are_recorded_and_others_change_nothing() -> No
     forests = build_micro_batches(data, 24, vocab_size=VOCABULARY, ages=AGES)
     found = recorded(forests, TokenRecorder(data, chosen, CPU))
     assert found.keys() == chosen
-    for item in data:
-        if item.id in chosen:
-            assert_is_of(found[item.id], item)
+    for number in (1, 5):
+        assert_is_of(found[data[number].id], data[number])
 
 
 def test_masked_tokens_have_no_values() -> None:
@@ -97,21 +93,8 @@ def test_the_first_trajectories_that_fit_are_chosen() -> None:
     assert choose_trajectories(data, 3) == frozenset()
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_policy(tmp_path_factory.mktemp("recorder") / "base")
-
-
-def trainer(base: Path, *, mib: float = 4.0, **optim: Any) -> PolicyTrainer:
-    recipe = training_configs(
-        ModelConfig(model_name_or_path=str(base)),
-        OptimConfig(learning_rate=1e-2, **optim),
-        TrainConfig(max_tokens=24, token_statistics_mib=mib),
-    )
-    return build_trainer(recipe, weights=None, total_steps=None)
-
-
 DATA = [*group("a", size=3), *group("b")]
+trainer = partial(tiny_trainer, max_tokens=24, learning_rate=1e-2)
 
 
 def entropies(model: Any, item: DBRecordData) -> torch.Tensor:
@@ -135,11 +118,10 @@ def test_a_step_reports_what_plain_logits_of_each_trajectory_give(base: Path) ->
 
 
 def test_recording_changes_no_training_and_a_limit_of_zero_records_nothing(base: Path) -> None:
-    with_values, without = trainer(base), trainer(base, mib=0.0)
+    with_values, without = trainer(base), trainer(base, token_statistics_mib=0.0)
     assert with_values.train(DATA).tokens
     assert without.train(DATA).tokens == []
-    pairs = zip(with_values.policy.model.parameters(), without.policy.model.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    assert have_same_weights(with_values, without)
 
 
 def test_the_values_are_those_of_the_first_pass_up_to_an_update_that_is_not_finite(

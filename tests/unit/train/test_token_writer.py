@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
-from fake_store import FakeStore
 from training_data import group
 
 from agentrl.documents.model_call import pack_halves, unpack_halves
@@ -18,9 +17,6 @@ from agentrl.errors import StoreUnavailableError
 from agentrl.train import loop
 from agentrl.train.loop import TokenWriter
 from agentrl.train.step_loss import TokenValues
-
-if TYPE_CHECKING:
-    from agentrl.store.client import Store
 
 STEP = TrainStep(id="2/7", step=7, policy_version=6, data=("a/0/1",), owner="me")
 ITEM = group("a")[0]
@@ -36,12 +32,8 @@ def failing(error: BaseException) -> Callable[[Sequence[TokenStatistics]], Any]:
     return put
 
 
-def writer(store: FakeStore) -> TokenWriter:
-    return TokenWriter(cast("Store", store))
-
-
-async def test_a_step_is_written_as_one_document_per_trajectory(store: FakeStore) -> None:
-    writes = writer(store)
+async def test_a_step_is_written_as_one_document_per_trajectory(store: Any) -> None:
+    writes = TokenWriter(store)
     writes.start(STEP, VALUES)
     await writes.close()
     (written,) = store.statistics.values()
@@ -57,23 +49,23 @@ def test_packed_halves_keep_missing_values_and_three_digits() -> None:
     np.testing.assert_allclose(unpack_halves(pack_halves(values)), values, rtol=5e-4)
 
 
-async def test_a_failed_write_is_a_warning(store: FakeStore, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_write_is_a_warning(store: Any, caplog: pytest.LogCaptureFixture) -> None:
     store.training.put_token_statistics = failing(StoreUnavailableError("the database is gone"))  # type: ignore[method-assign]
-    writes = writer(store)
+    writes = TokenWriter(store)
     writes.start(STEP, VALUES)
     await writes.close()
     assert "step 7: its token statistics are not stored: the database is gone" in caplog.text
 
 
 async def test_a_slow_write_is_never_waited_for_longer_than_the_end_of_the_run(
-    store: FakeStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    store: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def hangs(items: Sequence[TokenStatistics]) -> None:
         await asyncio.Event().wait()
 
     store.training.put_token_statistics = hangs  # type: ignore[method-assign]
     monkeypatch.setattr(loop, "CLOSE_SECONDS", 0.01)
-    writes = writer(store)
+    writes = TokenWriter(store)
     writes.start(STEP, VALUES)
     writes.start(STEP, VALUES)
     assert "still writing those of an earlier step" in caplog.text
@@ -83,7 +75,7 @@ async def test_a_slow_write_is_never_waited_for_longer_than_the_end_of_the_run(
 
 
 async def test_a_run_stores_the_tokens_of_each_step_whose_write_succeeds(
-    store: FakeStore, start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: Any, start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     put = store.training.put_token_statistics
 

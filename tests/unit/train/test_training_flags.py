@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_policy import write_tiny_policy
 from training_data import group
 
 import agentrl
@@ -133,13 +132,8 @@ def taught() -> Iterator[Any]:
         )
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny_policy(tmp_path_factory.mktemp("flags") / "base"))
-
-
-def built(base: str, **flags: Any) -> PolicyTrainer:
-    return build_trainer(configs_of(model_name_or_path=base, **flags), weights=None, total_steps=None)
+def built(base: Path, **flags: Any) -> PolicyTrainer:
+    return build_trainer(configs_of(model_name_or_path=str(base), **flags), weights=None, total_steps=None)
 
 
 def trained(built: PolicyTrainer, start: Mapping[str, torch.Tensor], **flags: Any) -> list[torch.Tensor]:
@@ -175,7 +169,7 @@ def test_every_flag_is_in_a_table_or_read_by_a_module() -> None:
 
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("loss", LOSSES_NAMED)
-def test_a_flag_of_updates_changes_the_weights_of_every_loss(base: str, loss: str, rank: int) -> None:
+def test_a_flag_of_updates_changes_the_weights_of_every_loss(base: Path, loss: str, rank: int) -> None:
     trainer = built(base, loss=loss, lora_rank=rank)
     check_loss(configs_of(loss, lora_rank=rank, **UPDATES))
     named = trainer.policy.model.named_parameters()
@@ -208,7 +202,7 @@ def observed(trainer: PolicyTrainer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_flag_of_the_build_changes_the_trainer_or_is_refused(base: str, rank: int) -> None:
+def test_a_flag_of_the_build_changes_the_trainer_or_is_refused(base: Path, rank: int) -> None:
     without = observed(built(base, lora_rank=rank))
     for flag, value in BUILT.items():
         flags = {"lora_rank": rank, flag: value}
@@ -221,7 +215,7 @@ def test_a_flag_of_the_build_changes_the_trainer_or_is_refused(base: str, rank: 
         assert found != without or (flag, rank) in {("lora_rank", 2), ("seed", 0)}, flag
 
 
-def test_weights_that_an_adapter_freezes_are_not_frozen_again(base: str) -> None:
+def test_weights_that_an_adapter_freezes_are_not_frozen_again(base: Path) -> None:
     with pytest.raises(ConfigError, match="--freeze 'embed' finds weights that --lora_rank freezes already"):
         built(base, lora_rank=2, freeze="embed")
     with pytest.raises(ConfigError, match="--lora_target_modules all-linear,qproj matches no layer"):
@@ -232,9 +226,8 @@ def test_a_flag_of_the_schedule_changes_learning_rates() -> None:
     def rates(**flags: Any) -> list[float]:
         steps = flags.pop("max_steps", 9)
         config = OptimConfig(**{"lr_scheduler_type": "polynomial", **flags})
-        return list(
-            map(build_scheduler(torch.optim.SGD([torch.zeros(1)]), config, steps).lr_lambdas[0], range(9))
-        )
+        scheduler = build_scheduler(torch.optim.SGD([torch.zeros(1)]), config, steps)
+        return list(map(scheduler.lr_lambdas[0], range(9)))
 
     for flag, value in SCHEDULES.items():
         assert rates(**{flag: value}) != rates(), flag
@@ -276,12 +269,8 @@ def test_flags_without_effect_are_refused_with_every_loss(loss: str) -> None:
 
 def test_every_rule_is_tried() -> None:
     flags = {name for rule in IDLE_RULES for name in rule.flags}
-    of_losses = {
-        *flag_names(LossConfig, GroupConfig),
-        "reference_model",
-        "advantage_whitening",
-        "staleness_policy",
-    }
+    others = {"reference_model", "advantage_whitening", "staleness_policy"}
+    of_losses = others.union(flag_names(LossConfig, GroupConfig))
     assert flags - of_losses == {flag for flag, *_ in REFUSED}
 
 

@@ -92,7 +92,6 @@ def test_weights_that_are_mapped_outlive_the_trainer_and_leave_nothing_behind(tm
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
     ) as trainer:
-        assert trainer.stdout is not None
         file, name = trainer.stdout.readline().split()
         mapped = open_memory_file(file, name)
         trainer.send_signal(signal.SIGKILL)

@@ -30,16 +30,6 @@ class Model:
         save_file(self.weights, str(Path(save_directory) / "model.safetensors"))
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    folder = tmp_path / "base"
-    folder.mkdir()
-    names = "config.json tokenizer.json chat_template.jinja model.safetensors old.gguf .x"
-    for name in names.split():
-        (folder / name).write_text(f"base {name}")
-    return folder
-
-
 def write(model: Model, base: Path, target: Path) -> None:
     """Write a model folder as sft does."""
     with atomic_model_folder(target, 64) as temporary:
@@ -65,30 +55,27 @@ def test_a_full_disk_is_detected_before_writing(
     assert list((tmp_path / "weights").iterdir()) == []
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_disk_that_fills_up_while_writing_leaves_nothing(tmp_path: Path, base: Path, code: int) -> None:
-    with pytest.raises(PublishError, match="is full"):
-        write(Model(OSError(code, "full")), base, tmp_path / "weights" / "v000001")
-    assert list((tmp_path / "weights").iterdir()) == []
+class SafetensorError(Exception):
+    """Stands for that of safetensors, which is known by its name."""
 
 
-def test_the_error_of_torch_save_becomes_a_publish_error(tmp_path: Path, base: Path) -> None:
-    """torch.save replaces the system's error by its own if there is space again when it closes the file."""
-    error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
-    with pytest.raises(PublishError, match="because the disk is full"):
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(errno.ENOSPC, "full"), "is full"),
+        (OSError(errno.EDQUOT, "full"), "is full"),
+        (OSError(errno.EFBIG, "full"), "is full"),
+        # torch.save replaces the system's error by its own if there is space again when it closes the file.
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),
+         "because the disk is full"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "is full"),
+        (OSError(errno.EACCES, "Permission denied"), "could not be written: Permission denied"),
+    ],
+    ids=["disk", "quota", "file", "torch", "safetensors", "permission"],
+)  # fmt: skip
+def test_an_error_while_writing_is_named_and_leaves_nothing(
+    tmp_path: Path, base: Path, error: Exception, says: str
+) -> None:
+    with pytest.raises(PublishError, match=says):
         write(Model(error), base, tmp_path / "weights" / "v000001")
     assert list((tmp_path / "weights").iterdir()) == []
-
-
-def test_the_error_of_safetensors_is_reported_as_a_full_disk(tmp_path: Path, base: Path) -> None:
-    class SafetensorError(Exception):
-        pass
-
-    failing = Model(SafetensorError("I/O error: No space left on device (os error 28)"))
-    with pytest.raises(PublishError, match="is full"):
-        write(failing, base, tmp_path / "weights" / "v000001")
-
-
-def test_another_write_error_is_named(tmp_path: Path, base: Path) -> None:
-    with pytest.raises(PublishError, match="could not be written: Permission denied"):
-        write(Model(OSError(errno.EACCES, "Permission denied")), base, tmp_path / "m")

@@ -53,18 +53,10 @@ def test_tensors_that_the_model_keeps_in_float32_are_not_rounded(tmp_path: Path)
 )
 def test_the_dtype_of_a_folder(tmp_path: Path, config: dict[str, object], expected: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    half = {
-        "a": torch.zeros(5, dtype=torch.float16),
-        "b": torch.zeros(4),
-        "c": torch.zeros(9, dtype=torch.int8),
-    }
+    sizes = {torch.float16: 5, torch.float32: 4, torch.int8: 9}
+    half = {str(dtype): torch.zeros(size, dtype=dtype) for dtype, size in sizes.items()}
     save_file(half, tmp_path / "model.safetensors")
     assert stored_dtype(tmp_path) == expected
-
-
-def test_a_folder_without_safetensors_or_a_named_dtype_counts_as_float32(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert stored_dtype(tmp_path) == "float32"
 
 
 FLAT = {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}
@@ -111,7 +103,9 @@ def test_a_configuration_keeps_the_bases_spelling_and_has_the_other_beside_it(
     assert found == {"dtype": "bfloat16", "torch_dtype": "bfloat16", **expected}
 
 
-def test_a_dtype_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_a_named_dtype_counts_as_float32_and_one_that_cannot_be_read_is_named(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert stored_dtype(tmp_path) == "float32"
     (tmp_path / "model.safetensors").write_bytes(b"half")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -68,13 +70,21 @@ class _Handler(SimpleHTTPRequestHandler):
         self.wfile.write(data)
 
 
-@pytest.fixture
-def web_root(tmp_path: Path) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, directory=str(tmp_path / "web")))
+@contextmanager
+def served(handler: Any) -> Iterator[str]:
+    """The URL of a server while the block runs."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.handle_error = lambda *args: None  # type: ignore[method-assign]  # a client may hang up
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}/run"
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture
+def web_root(tmp_path: Path) -> Iterator[str]:
+    with served(partial(_Handler, directory=str(tmp_path / "web"))) as url:
+        yield url
 
 
 @pytest.fixture
@@ -104,7 +114,10 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(request.getfixturevalue({"s3": "s3_root", "http": "web_root"}[request.param]))
 
 
-def _version(folder: Path) -> Path:
+@pytest.fixture
+def source(root: str, tmp_path: Path) -> Path:
+    """The folder of a version, in ``root`` where that is a folder."""
+    folder = Path(root if root.startswith("/") else tmp_path) / "v000007"
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(bytes(range(256)) * 40)
     (folder / "empty.json").write_bytes(b"")
@@ -112,20 +125,22 @@ def _version(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    (tmp_path / "copy").mkdir()
+    return tmp_path / "copy"
+
+
 async def test_a_version_returns_bit_by_bit(
-    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: str, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "_PART_BYTES", 1000)
-    local = root.startswith("/")
-    source = _version(Path(root) / "v000007" if local else tmp_path / "v000007")
     files, location = checksums(source), f"{root}/v000007"
-    if not local:
+    if not root.startswith("/"):
         await upload(source, location, files)
-    target = tmp_path / "copy"
-    target.mkdir()
     await download(location, files, target)
     assert checksums(target) == files
-    assert not list(target.glob(".*"))
+    assert not [name for name in os.listdir(target) if name.startswith(".")]
     assert await read(f"{location}/{MANIFEST}") == (source / MANIFEST).read_bytes()
     assert await folder_names(root) == ([] if root.startswith("http") else ["v000007"])
     await delete(location, files)
@@ -150,8 +165,7 @@ async def test_versions_are_published_followed_and_pruned_there(root: str, tmp_p
             save_file(weights, temporary / "model.safetensors")
         else:
             encode(before, weights, temporary / "rank-0.delta")
-        tensors = {"w": TensorChecksum.of(weights["w"])}
-        written = Written(checksums(temporary), tensors)
+        written = Written(checksums(temporary), {"w": TensorChecksum.of(weights["w"])})
         version = await publish(
             store, temporary, written, target, step=step, train_step_id=None,
             base=None if version is None or is_full else version.id,
@@ -165,22 +179,15 @@ async def test_versions_are_published_followed_and_pruned_there(root: str, tmp_p
     assert pruned == [0, 1, 2]  # 4 and 5 are kept, and 5 is a delta of 4
     assert not list((tmp_path / "published").glob(".tmp-*"))
     for number, each in store.versions.items():
-        if number in pruned:
-            with pytest.raises(PublishError, match="manifest"):
-                await read(f"{each.location}/{MANIFEST}")
-        else:
+        with pytest.raises(PublishError, match="manifest") if number in pruned else nullcontext():
             await read(f"{each.location}/{MANIFEST}")
 
 
-async def test_a_file_with_other_bytes_is_not_kept(root: str, tmp_path: Path) -> None:
-    local = root.startswith("/")
-    source = _version(Path(root) / "v000007" if local else tmp_path / "v000007")
+async def test_a_file_with_other_bytes_is_not_kept(root: str, source: Path, target: Path) -> None:
     files = checksums(source)
     (source / "model.safetensors").write_bytes(b"x" * 256 * 40)
-    if not local:
+    if not root.startswith("/"):
         await upload(source, f"{root}/v000007", files)
-    target = tmp_path / "copy"
-    target.mkdir()
     with pytest.raises(PublishError, match="instead of"):
         await download(f"{root}/v000007", files, target)
     assert not (target / "model.safetensors").exists()
@@ -225,12 +232,8 @@ class _Careless(_Handler):
 def careless_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(storage, "_MANIFEST_BYTES", 1 << 20)
     monkeypatch.setattr(storage, "_PART_BYTES", 8)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Careless)
-    server.handle_error = lambda *args: None  # type: ignore[method-assign]  # the client hangs up
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/run"
-    server.shutdown()
-    server.server_close()
+    with served(_Careless) as url:
+        yield url
 
 
 @pytest.mark.attack

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,9 +29,15 @@ from agentrl.config.schema import RunConfig
 from agentrl.errors import StoreError, StoreUnavailableError
 from agentrl.store.client import open_store
 from agentrl.store.mechanics import retry as retry_module
-from agentrl.store.mechanics.connection import Connection, Repository, database_call
+from agentrl.store.mechanics.connection import (
+    Connection,
+    Repository,
+    Turns,
+    context_with_turn,
+    database_call,
+)
 from agentrl.store.mechanics.driver_errors import store_error
-from agentrl.store.mechanics.retry import log_store_errors, retry_outages
+from agentrl.store.mechanics.retry import OutageLog, log_store_errors, retry_outages
 
 
 class Flaky(Repository):
@@ -56,12 +64,10 @@ async def flaky(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., 
     await connection.close()
 
 
-async def test_a_member_that_has_just_started_is_unavailable() -> None:
-    connection = Connection("mongodb://127.0.0.1:1/", "run", 0.2)
+async def test_a_member_that_has_just_started_is_unavailable(flaky: Callable[..., Flaky]) -> None:
     unready = ConfigurationError("Sessions are not supported by this MongoDB deployment")
-    found = connection.error("planning", unready)
-    await connection.close()
-    assert isinstance(found, StoreUnavailableError)
+    with pytest.raises(StoreUnavailableError):
+        await flaky(unready).read()
 
 
 async def test_messages_name_the_host_and_never_the_password() -> None:
@@ -74,21 +80,22 @@ async def test_messages_name_the_host_and_never_the_password() -> None:
     assert "hunter2" not in str(timeout) + str(refused)
 
 
-async def test_an_unreachable_server_is_an_error_within_the_timeout() -> None:
-    run = RunConfig(db_connection_string="mongodb://127.0.0.1:1/", db_timeout_seconds=0.3)
-    with pytest.raises(StoreError, match=r"127\.0\.0\.1:1 did not answer"):
-        await open_store(run)
-
-
-async def test_a_bad_uri_is_an_error() -> None:
-    with pytest.raises(StoreError, match="not a MongoDB URI"):
-        await open_store(RunConfig(db_connection_string="postgres://x"))
-
-
-async def test_without_a_server_the_hint_says_how_to_start_one(tmp_path: Path) -> None:
-    with pytest.raises(StoreError) as caught:
-        await open_store(RunConfig(mongo_dir=str(tmp_path / "none")))
-    assert "agentrl mongo up" in str(caught.value.hint)
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"db_connection_string": "mongodb://127.0.0.1:1/", "db_timeout_seconds": 0.3},
+         r"127\.0\.0\.1:1 did not answer"),
+        ({"db_connection_string": "postgres://x"}, "not a MongoDB URI"),
+        ({"mongo_dir": "none"}, r"\n.*agentrl mongo up"),
+    ],
+    ids=["unreachable", "bad URI", "no server"],
+)  # fmt: skip
+async def test_a_server_that_is_not_there_is_an_error(
+    flags: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreError, match=says):
+        await open_store(RunConfig(**flags))
 
 
 @pytest.mark.parametrize(
@@ -195,11 +202,9 @@ async def test_servers_older_than_6_0_are_refused(version: str, accepted: bool) 
     connection = Connection("mongodb://db:1", "run", timeout=1.0)
     await connection.client.close()
     connection.client = cast("Any", SimpleNamespace(admin=_Server(version)))
-    if accepted:
+    says = f"is version {version}, and AgentRL needs 6.0 or newer"
+    with nullcontext() if accepted else pytest.raises(StoreError, match=says):
         await connection.check()
-    else:
-        with pytest.raises(StoreError, match=f"is version {version}, and AgentRL needs 6.0 or newer"):
-            await connection.check()
 
 
 @pytest.mark.parametrize(
@@ -214,3 +219,40 @@ def test_a_full_disk_is_an_outage_that_names_it(error: PyMongoError) -> None:
     found = store_error("images: put", error, "h:1", 5.0)
     assert isinstance(found, StoreUnavailableError)
     assert "the disk of MongoDB at h:1 is full" in found.message
+
+
+def test_a_call_that_fails_after_the_outage_in_which_it_began_belongs_to_that_outage() -> None:
+    log = OutageLog()
+    called_at = time.monotonic()
+    log.call_failed("gone", 1.0, called_at)
+    log.call_succeeded()
+    log.call_failed("gone", 1.0, called_at)
+    assert log.seconds_since > 0
+    log.call_succeeded()
+    assert len(log.take_past()) == 1
+    log.call_failed("gone again", 1.0, time.monotonic())
+    assert log.seconds_since == 0
+    log.call_succeeded()
+    assert [past.why for past in log.take_past()] == ["gone again"]
+
+
+async def test_operations_wait_for_their_turn_and_nested_ones_do_not() -> None:
+    turns, running, most = Turns(2), 0, 0
+
+    async def nested() -> int:
+        return 1
+
+    async def operation() -> int:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        result = await turns.take(nested)
+        writer = asyncio.create_task(turns.take(nested), context=context_with_turn())
+        result += await writer  # as a coalesced write, for which those with a turn wait
+        running -= 1
+        return result
+
+    async with asyncio.timeout(5):
+        results = await asyncio.gather(*(turns.take(operation) for _ in range(20)))
+    assert (results, most) == ([2] * 20, 2)
