@@ -6,13 +6,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from local_engine import request_of, work_off
 from torch import Tensor
 
 from agentrl.device_lease import return_freed_memory
-from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ModelError
 from agentrl.inference.engines.local.cache import KVCache
-from agentrl.inference.engines.local.sampling import RowSampler, StopStrings
+from agentrl.inference.engines.local.sampling import StopStrings
 from agentrl.inference.engines.local.scheduler import GenerationRequest, Scheduler
 from agentrl.inference.engines.local.vision import Chunk
 
@@ -84,23 +84,19 @@ class Harness:
     def submit(
         self, rid: str, prompt: Sequence[int], count: int, stop: frozenset[int] = frozenset()
     ) -> GenerationRequest:
-        request = GenerationRequest(
-            rid=rid,
-            tokens=np.array([*prompt, *[0] * count], dtype=np.int32),
-            prompt_tokens=len(prompt),
-            sampler=RowSampler(SamplingParams(), np.random.default_rng(0)),
-            stop_ids=stop,
-            finish=lambda ended: self.ended.update({ended.rid: ended}),
-        )
+        request = request_of(prompt, count, self.end, rid=rid, stop_ids=stop)
         self.scheduler.submit(request)
         return request
 
-    def run(self, steps: int = 2000) -> None:
-        for _ in range(steps):
-            if not self.scheduler.has_work:
-                return
+    def end(self, request: GenerationRequest) -> None:
+        self.ended[request.rid] = request
+
+    def run(self) -> None:
+        work_off(self.scheduler)
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
             self.scheduler.step()
-        raise AssertionError("the scheduler makes no progress")
 
 
 def test_requests_of_all_lengths_get_their_own_tokens() -> None:
@@ -175,8 +171,7 @@ def test_a_full_cache_retracts_the_latest_and_loses_nothing() -> None:
 def test_after_a_pause_only_the_weights_differ(mode: str) -> None:
     harness = Harness()
     request = harness.submit("r", [1, 2, 3], 12)
-    for _ in range(5):
-        harness.scheduler.step()
+    harness.step(5)
     harness.scheduler.pause(mode)  # type: ignore[arg-type]
     assert not harness.scheduler.has_work
     before = request.output_ids
@@ -197,8 +192,7 @@ def test_released_memory_is_given_back_and_requests_go_on_with_other_weights() -
     harness = Harness(max_tokens=2**24)
     scheduler = harness.scheduler
     harness.submit("r", [5, 6], 8)
-    for _ in range(4):
-        scheduler.step()
+    harness.step(4)
     scheduler.pause("in_place")
     with pytest.raises(ModelError, match="no request runs"):
         scheduler.release_memory(["weights"])
@@ -224,8 +218,7 @@ def test_abort_ends_one_or_all_requests_with_their_tokens() -> None:
     harness = Harness(max_running=1)
     for rid in ("a", "ab", "c"):
         harness.submit(rid, [1, 2], 50)
-    for _ in range(3):
-        harness.scheduler.step()
+    harness.step(3)
     assert harness.scheduler.abort("a") == 1
     assert len(harness.ended["a"].output_ids) == 3
     assert harness.scheduler.abort(None) == 2

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import cast
 
 import pytest
 from rollout_fakes import END, END_OF_TEXT, format_of
@@ -14,7 +15,7 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, EngineError
-from agentrl.inference.engine import EngineRefusedError, Generation
+from agentrl.inference.engine import EngineRefusedError, FinishReason, Generation
 from agentrl.inference.router import EngineRouter
 from agentrl.rollout.outages import Outages
 
@@ -23,28 +24,17 @@ Answer = Generation | EngineError
 
 def service(name: str, **fields: object) -> InferenceService:
     values = {"status": ServiceStatus.READY, "policy_version": 0, **fields}
-    return InferenceService(
-        id=name,
-        url=f"http://{name}",
-        engine="local",
-        model="m",
-        host="h",
-        pid=1,
-        **values,  # type: ignore[arg-type]
-    )
+    kind = {"url": f"http://{name}", "engine": "local", "model": "m", "host": "h", "pid": 1}
+    return InferenceService(id=name, **kind, **values)  # type: ignore[arg-type]
 
 
 def part(url: str, ids: Sequence[int], reason: str = "stop", version: int = 0) -> Generation:
+    versions = (VersionSpan(version=version, start=0, end=len(ids)),) if ids else ()
     return Generation(
-        output_ids=tuple(ids),
-        logprobs=tuple(-float(item) for item in ids),
-        versions=(VersionSpan(version=version, start=0, end=len(ids)),) if ids else (),
-        finish_reason=reason,  # type: ignore[arg-type]
-        prompt_tokens=2,
-        cached_tokens=1,
-        seconds=0.1,
+        output_ids=tuple(ids), logprobs=tuple(-float(item) for item in ids), versions=versions,
+        finish_reason=cast("FinishReason", reason), prompt_tokens=2, cached_tokens=1, seconds=0.1,
         engine_url=url,
-    )
+    )  # fmt: skip
 
 
 class Scripted:
@@ -140,11 +130,9 @@ async def test_trajectories_spread_over_engines_and_stick_to_theirs() -> None:
 
 async def test_reported_load_and_status_decide_for_a_new_trajectory() -> None:
     fleet = Fleet(
-        service("a", running_requests=9),
-        service("b", running_requests=2),
-        service("c", status=ServiceStatus.UPDATING),
-        service("d", status=ServiceStatus.STARTING),
-    )
+        service("a", running_requests=9), service("b", running_requests=2),
+        service("c", status=ServiceStatus.UPDATING), service("d", status=ServiceStatus.STARTING),
+    )  # fmt: skip
     async with fleet.router().session("t") as session:
         assert (await session.generate([1], PARAMS)).engine_url == "http://b"
 
