@@ -15,10 +15,7 @@ from agentrl.chat.parsers.base import _MARKS, PARSERS, parser_of_template
         ("{{ '<tool_call>' + call.name + '<arg_key>' }}", "glm45"),
         ("{{ '<|start|>assistant to=functions.f<|channel|>commentary' }}", "gpt_oss"),
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function", "deepseek_v3"),
-        (
-            'Respond in {"name": function name, "parameters": dictionary of argument name and its value}.',
-            "llama",
-        ),
+        ('{"name": function name, "parameters": dictionary of argument name and its value}.', "llama"),
         ("{{ '[TOOL_CALLS] [' }}", "mistral"),
         ("{{ '<|tool_call>call:' }}", "gemma4"),
         ("{{ message.content }}", "hermes"),
