@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_rows import write_rows
 
 from agentrl.documents.task_file import read_tasks
 from agentrl.errors import TaskFileError
 
 
 def write(tmp_path: Path, *items: Any) -> Path:
-    path = tmp_path / "tasks.jsonl"
-    lines = [item if isinstance(item, str) else json.dumps(item) for item in items]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+    return write_rows(tmp_path / "tasks.jsonl", *items)
 
 
 def read_one(tmp_path: Path, item: dict[str, Any]) -> Any:
@@ -294,10 +292,7 @@ print(json.dumps([count, most() - before]))
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "tasks.jsonl"
-    with path.open("w", encoding="utf-8") as file:
-        for number in range(20_000):
-            file.write(json.dumps({"id": number, "query": f"{number} " * 900}) + "\n")
+    path = write(tmp_path, *({"id": number, "query": f"{number} " * 900} for number in range(20_000)))
     assert path.stat().st_size > 80_000_000
     done = subprocess.run(
         [sys.executable, "-c", _MEASURE, str(path)], capture_output=True, text=True, timeout=300, check=True

@@ -225,21 +225,13 @@ def test_a_template_of_ones_own_may_hold_other_braces() -> None:
 @pytest.mark.parametrize(
     ("reply", "verdict"),
     [
-        ("Correct", True),
-        ("incorrect", False),
-        ("It says Lyon.\n\n**Verdict: Incorrect**", False),
-        ("Final answer: correct.", True),
-        ("It seems correct, but: Incorrect", None),
-        ("I cannot say that it is not correct", None),
-        ("Incorrect\nCorrect", None),
-        ("Correct or Incorrect", None),
-        ("<think>correct</think>", None),
-        ("<think>So it is\nCorrect", None),
-        ("<think>incorrect?</think>correct", True),
-        ("uncorrected", None),
-        ("", None),
+        ("Correct", True), ("incorrect", False), ("It says Lyon.\n\n**Verdict: Incorrect**", False),
+        ("Final answer: correct.", True), ("It seems correct, but: Incorrect", None),
+        ("I cannot say that it is not correct", None), ("Incorrect\nCorrect", None),
+        ("Correct or Incorrect", None), ("<think>correct</think>", None), ("<think>So it is\nCorrect", None),
+        ("<think>incorrect?</think>correct", True), ("uncorrected", None), ("", None),
     ],
-)
+)  # fmt: skip
 def test_verdicts(reply: str, verdict: bool | None) -> None:
     assert verdict_of(reply) is verdict
 
@@ -311,11 +303,8 @@ def rubric_context(path: str, rubric: Any, final_answer: str | None = "It is the
     )
 
 
-RUBRIC = [
-    {"criterion": "names the river", "weight": 3},
-    "is one sentence",
-    {"criterion": "lies", "weight": -2},
-]
+RIVER, LIES = {"criterion": "names the river", "weight": 3}, {"criterion": "lies", "weight": -2}
+RUBRIC = [RIVER, "is one sentence", LIES]
 
 
 @pytest.mark.parametrize(
