@@ -28,9 +28,8 @@ sys.exit(code)
 
 
 def _probe(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", _PROBE, *words], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, "-c", _PROBE, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_the_installed_command_finds_modules_of_the_working_folder(tmp_path: Path) -> None:

@@ -154,9 +154,8 @@ def test_an_unloaded_adapter_serves_its_requests_to_their_end(
     engine.load("one@3", trained["two@9"])
     scheduler.replace_model(engine.model, "0")  # also after an update of the base
     work_off(engine.scheduler)
-    torch.testing.assert_close(
-        torch.tensor(request.logprobs), trained["one@3"].logprobs(request), atol=1e-5, rtol=0
-    )
+    expected = trained["one@3"].logprobs(request)
+    torch.testing.assert_close(torch.tensor(request.logprobs), expected, atol=1e-5, rtol=0)
     assert sum(slot.computed for slot in scheduler.cache._slots) == 0
     again = engine.submit(2, scheduler.adapters["one@3"])
     work_off(engine.scheduler)

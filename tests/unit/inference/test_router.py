@@ -267,9 +267,8 @@ async def test_an_engine_that_appears_while_waiting_is_used() -> None:
 
 
 async def test_calls_wait_without_limit_while_the_trainer_has_every_device() -> None:
-    fleet = Fleet(
-        service("a", status=ServiceStatus.LENT, policy_version=3), scripts={"a": [EngineError("no")]}
-    )
+    lent = service("a", status=ServiceStatus.LENT, policy_version=3)
+    fleet = Fleet(lent, scripts={"a": [EngineError("no")]})
     outages, held = Outages(), list[str]()
     router = fleet.router(outages=outages, wait_seconds=0.1, suspect_seconds=0.0)  # type: ignore[arg-type]
 
@@ -324,9 +323,8 @@ async def test_a_call_does_not_wait_for_a_newer_list_of_engines() -> None:
 
 
 async def test_the_versions_of_the_usable_engines_are_known() -> None:
-    fleet = Fleet(
-        service("a", policy_version=4), service("b", policy_version=3), service("c", policy_version=None)
-    )
+    versions = {"a": 4, "b": 3, "c": None}
+    fleet = Fleet(*(service(name, policy_version=version) for name, version in versions.items()))
     router = fleet.router()
     assert router.engines.policy_versions() == frozenset()
     async with router.session("t") as session:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from published_chain import Chain, random_weights
+from waiting import cancel
 
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.device_lease import DeviceLease
@@ -190,9 +191,7 @@ class Harness:
         try:
             yield
         finally:
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
+            await cancel(task)
 
     @property
     def beat(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 from snapshots import NOW, engine, snapshot, step_row
+from waiting import cancel
 
 from agentrl.cli import status as command
 from agentrl.documents.run import Outage, TrainerLease
@@ -177,9 +178,7 @@ async def test_the_last_screen_stays_while_the_server_is_away(monkeypatch: pytes
 
     watching = asyncio.create_task(command._watch(read, 0.0))
     await asyncio.wait_for(read_all.wait(), 10)
-    watching.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await watching
+    await cancel(watching)
     shown = out.getvalue()
     assert "not up to date: MongoDB does not answer" in shown
     assert shown.rindex("second screen") > shown.index("not up to date")
