@@ -33,7 +33,7 @@ def request_of(
     prompt: Sequence[int], new: int, finish: Callable[[GenerationRequest], None], seed: int = 0, **fields: Any
 ) -> GenerationRequest:
     """A request for ``new`` tokens behind ``prompt``; ``finish`` gets it at its end."""
-    values = {"rid": str(seed), "stop_ids": frozenset(), **fields}
+    values: dict[str, Any] = {"rid": str(seed), "stop_ids": frozenset(), **fields}
     return GenerationRequest(
         tokens=np.array([*prompt, *[0] * new], dtype=np.int32), prompt_tokens=len(prompt), finish=finish,
         sampler=RowSampler(SamplingParams(), np.random.default_rng(seed)), **values,

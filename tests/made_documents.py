@@ -15,8 +15,8 @@ from agentrl.store.groups import GroupOutcome, StoredGroup
 
 def made_task(name: str = "a", **fields: Any) -> Task:
     """A task of training."""
-    place = {"id": f"train/0/{name}", "task_id": name, "split": "train", "epoch": 0, "order": 0}
-    return Task(**{**place, "query": "q", **fields})
+    values: dict[str, Any] = {"id": f"train/0/{name}", "task_id": name, "query": "q", **fields}
+    return Task(**{"split": "train", "epoch": 0, "order": 0, **values})
 
 
 def made_record(task: Task, place: int, score: float | None, **fields: Any) -> Record:
@@ -37,7 +37,7 @@ def made_call(
     **fields: Any,
 ) -> DispatchedSamplingTask:
     """A model call that continues the call ``parent``; version 0 sampled its ``output``."""
-    values = {
+    values: dict[str, Any] = {
         "id": f"{record}/{index}", "parent": None if parent is None else f"{record}/{parent}",
         "status": CallStatus.COMPLETED, "messages": (), "response": {"content": ""}, "finish_reason": "stop",
         "versions": (VersionSpan(version=0, start=0, end=len(output)),) if output else (),

@@ -1,4 +1,4 @@
-"""Test well-formed and malformed tool calls of every format."""
+"""Test well-formed and malformed tool calls of every format, and how templates choose one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from agentrl.chat.parsers import base
 from agentrl.chat.parsers.arguments import convert_arguments, validate_call
-from agentrl.chat.parsers.base import PARSERS, ToolCall, get_parser
+from agentrl.chat.parsers.base import PARSERS, ToolCall, get_parser, parser_of_template
 from agentrl.chat.parsers.reasoning import parse_text
 from agentrl.tools.base import function_schema
 
@@ -173,3 +174,25 @@ def test_the_example_parser_reads_calls(monkeypatch: pytest.MonkeyPatch) -> None
     assert parsed.tool_calls == (ToolCall("add", {"a": 1, "b": 2, "note": "two words"}),)
     assert parsed.content == "I add."
     assert parsed.error is not None
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        ("{{ '<tool_call>\\n' + call | tojson + '\\n</tool_call>' }}", "hermes"),
+        ("{{ '<tool_call>\\n<function=' + call.name + '>\\n<parameter=' }}", "qwen3_coder"),
+        ("{{ '<tool_call>' + call.name + '<arg_key>' }}", "glm45"),
+        ("{{ '<|start|>assistant to=functions.f<|channel|>commentary' }}", "gpt_oss"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function", "deepseek_v3"),
+        ('{"name": function name, "parameters": dictionary of argument name and its value}.', "llama"),
+        ("{{ '[TOOL_CALLS] [' }}", "mistral"),
+        ("{{ '<|tool_call>call:' }}", "gemma4"),
+        ("{{ message.content }}", "hermes"),
+    ],
+)
+def test_the_marks_of_a_template_choose_the_parser(template: str, parser: str) -> None:
+    assert parser_of_template(template) == parser
+
+
+def test_every_mark_names_a_parser_that_there_is() -> None:
+    assert {parser for _, parser in base._MARKS} <= set(PARSERS.names())

@@ -10,7 +10,6 @@ import pytest
 
 from agentrl import __version__
 from agentrl.cli import main as cli
-from agentrl.config.commands import function_of
 from agentrl.errors import AgentRLError, ConfigError, LeaseLostError
 
 HEAVY = ("torch", "matplotlib", "fastapi", "transformers.models.auto")
@@ -72,11 +71,6 @@ def test_a_wrong_flag_ends_with_2_and_imports_nothing_heavy(words: list[str]) ->
     assert f"agentrl {words[0]}: error:" in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stderr.splitlines()[-1] == "heavy: []"
-
-
-def test_every_command_has_a_main() -> None:
-    for command in cli.COMMANDS:
-        assert callable(function_of(command))
 
 
 def test_no_words_print_the_usage(capsys: pytest.CaptureFixture[str]) -> None:

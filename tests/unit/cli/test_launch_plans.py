@@ -99,6 +99,12 @@ def on_gpus(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Launcher:
     return launcher
 
 
+@pytest.fixture
+def accelerate_file(on_gpus: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ACCELERATE_CONFIG", str(tmp_path / "accelerate.yml"))
+    return tmp_path / "accelerate.yml"
+
+
 def test_a_trainer_has_a_process_for_each_of_its_gpus(on_gpus: Launcher) -> None:
     plan = on_gpus.plan("train")
     assert plan.engines == 4
@@ -120,14 +126,12 @@ def test_a_trainer_has_a_process_for_each_of_its_gpus(on_gpus: Launcher) -> None
     ],
 )
 def test_accelerate_starts_a_process_for_each_of_the_trainers_gpus(
-    content: str, given_count: str | None, on_gpus: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: str, given_count: str | None, on_gpus: Launcher, accelerate_file: Path
 ) -> None:
-    file = tmp_path / "accelerate.yml"
-    file.write_text(content, encoding="utf-8")
-    monkeypatch.setenv("ACCELERATE_CONFIG", str(file))
+    accelerate_file.write_text(content, encoding="utf-8")
     plan = on_gpus.plan("train")
     words = list(plan.main or ())
-    assert words[1:4] == ["launch", "--config_file", str(file)]
+    assert words[1:4] == ["launch", "--config_file", str(accelerate_file)]
     count = words[words.index("--num_processes") + 1] if "--num_processes" in words else None
     assert count == given_count
     assert plan.engines == {"5": 3, None: 8}.get(given_count, 4)
@@ -138,11 +142,9 @@ def test_accelerate_starts_a_process_for_each_of_the_trainers_gpus(
     [("gpu_ids: 0,1", "gpu_ids is 0,1"), ("[]", "no mapping"), ("{", "is not YAML")],
 )
 def test_an_accelerate_configuration_that_chooses_gpus_is_refused(
-    content: str, message: str, on_gpus: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: str, message: str, on_gpus: Launcher, accelerate_file: Path
 ) -> None:
-    file = tmp_path / "accelerate.yml"
-    file.write_text(content, encoding="utf-8")
-    monkeypatch.setenv("ACCELERATE_CONFIG", str(file))
+    accelerate_file.write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         on_gpus.plan("train")
 

@@ -56,18 +56,19 @@ def task_of(row: dict[str, Any]) -> Task:
     return make_task({"id": "a", "query": "q", **row}, "train", 1)
 
 
+def open_with_nothing_allowed(task: Task) -> None:
+    allow(())
+    open_environment(task, call_timeout=1)
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_stored_task_uses_only_what_is_allowed(name: str) -> None:
     row, outside = hostile_row(name)
     assert environment_names(task_of(row)) == {outside}
 
-    def open_it() -> None:
-        allow(())
-        with pytest.raises(TaskEnvironmentError) as refused:
-            open_environment(task_of(row), call_timeout=1)
-        assert outside in str(refused.value)
-
-    copy_context().run(open_it)
+    with pytest.raises(TaskEnvironmentError) as refused:
+        copy_context().run(open_with_nothing_allowed, task_of(row))
+    assert outside in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["openenv", "nemo_gym", "verifiers", "harbor", "textarena", "code"])
@@ -76,12 +77,8 @@ def test_meta_that_is_not_an_environments_own_fails_its_trajectory_alone(name: s
     task = task_of({"environment": name, "meta": meta})
     assert full_environments([task]) in (frozenset(), frozenset({name}))
 
-    def open_it() -> None:
-        allow(())
-        with suppress(TaskEnvironmentError, ConfigError):
-            open_environment(task, call_timeout=1)
-
-    copy_context().run(open_it)
+    with suppress(TaskEnvironmentError, ConfigError):
+        copy_context().run(open_with_nothing_allowed, task)
 
 
 def test_nothing_that_rows_of_others_name_is_imported(

@@ -15,7 +15,7 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, EngineError
-from agentrl.inference.engine import EngineRefusedError, FinishReason, Generation
+from agentrl.inference.engine import FinishReason, Generation
 from agentrl.inference.router import EngineRouter
 from agentrl.rollout.outages import Outages
 
@@ -237,14 +237,6 @@ async def test_a_failed_engine_is_avoided_and_its_partial_result_kept() -> None:
         assert whole.output_ids == (11, 7)
         assert session.url == "http://b"
     assert fleet.engines["b"].calls[0][0] == [1, 11]
-
-
-async def test_a_refusal_is_not_retried() -> None:
-    fleet = Fleet(service("a"), service("b"), scripts={"a": [EngineRefusedError("prompt too long")]})
-    async with fleet.router().session("t") as session:
-        with pytest.raises(EngineRefusedError, match="too long"):
-            await session.generate([1], PARAMS)
-    assert list(fleet.engines) == ["a"]
 
 
 @pytest.mark.parametrize("engines", ["none", "failing"])

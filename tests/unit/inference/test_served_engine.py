@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -83,13 +84,15 @@ class Store:
 
 
 class Client:
+    """An engine that records the calls that change it, and fails some."""
+
     url = "http://engine"
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.refuses = self.keeps_memory = False
-        self.takes_deltas = True
-        self.failing_pauses = self.failing_resumes = 0
+        self.failing = Counter[str]()
+        """How many of the next calls of a name get no answer."""
+        self.refused: set[str] = set()
 
     async def load(self) -> EngineLoad:
         return EngineLoad(requests=3, tokens=700)
@@ -97,47 +100,25 @@ class Client:
     async def model_info(self) -> ModelInfo:
         return ModelInfo(model_path="m", version=0, vocab_size=512, context_length=4096)
 
-    async def pause(self, mode: str) -> None:
-        self.calls.append(("pause", mode))
-        if self.failing_pauses:
-            self.failing_pauses -= 1
-            raise EngineError("no answer")
-
-    async def release_memory(self) -> None:
-        self.calls.append(("release",))
-        if self.keeps_memory:
-            raise EngineError("it is not idle")
-
-    async def resume_memory(self, part: str) -> None:
-        self.calls.append(("memory", part))
-
-    async def update_weights(self, path: str, version: int) -> None:
-        self.calls.append(("update", path, version))
-        if self.refuses:
-            raise EngineRefusedError("it does not fit")
-
-    async def prepare_delta(self, files: list[Path], base: int) -> None:
-        self.calls.append(("prepare", [file.parent.name for file in files], base))
-        if not self.takes_deltas or not all(file.is_file() for file in files):
-            raise EngineRefusedError("it has no such call")
-
-    async def apply_delta(self, version: int) -> None:
-        self.calls.append(("apply", version))
-        if self.refuses:
-            raise EngineRefusedError("nothing is prepared")
-
-    async def resume(self) -> None:
-        self.calls.append(("resume",))
-        if self.failing_resumes:
-            self.failing_resumes -= 1
-            raise EngineError("no answer")
-
     async def check_instance(self, expected: str | None) -> None:
         if expected != Process.instance:
             raise EngineError("another server")
 
-    async def set_version(self, version: int) -> None:
-        self.calls.append(("version", version))
+    async def prepare_delta(self, files: list[Path], base: int) -> None:
+        self.calls.append(("prepare_delta", [file.parent.name for file in files], base))
+        if "prepare_delta" in self.refused or not all(file.is_file() for file in files):
+            raise EngineRefusedError("it has no such call")
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any) -> None:
+            self.calls.append((name, *arguments))
+            if name in self.refused:
+                raise EngineRefusedError(f"no {name}")
+            if self.failing[name]:
+                self.failing[name] -= 1
+                raise EngineError("no answer")
+
+        return call
 
 
 class Process:
@@ -212,7 +193,7 @@ def published(folder: Path, version: int) -> PolicyVersion:
 
 
 def updates(version: PolicyVersion) -> list[tuple[Any, ...]]:
-    return [("pause", "retract"), ("update", version.location, version.id), ("resume",)]
+    return [("pause", "retract"), ("update_weights", version.location, version.id), ("resume",)]
 
 
 async def test_a_version_is_loaded_between_pause_and_resume(harness: Harness, tmp_path: Path) -> None:
@@ -240,22 +221,22 @@ async def test_a_wrong_checksum_never_reaches_the_engine(harness: Harness, tmp_p
 
 async def test_an_engine_that_refuses_a_version_keeps_its_weights(harness: Harness, tmp_path: Path) -> None:
     version = published(tmp_path / "v1", 1)
-    harness.client.refuses = True
+    harness.client.refused = {"update_weights"}
     await harness.engine.update(version)
     assert harness.client.calls == updates(version)
     beat = harness.beat
     assert (beat["policy_version"], beat["status"]) == (0, ServiceStatus.READY)
-    assert "does not fit" in beat["detail"]
+    assert "no update_weights" in beat["detail"]
 
 
 async def test_an_engine_is_resumed_whatever_failed(harness: Harness, tmp_path: Path) -> None:
     version = published(tmp_path / "v1", 1)
-    harness.client.failing_pauses = 1
+    harness.client.failing["pause"] = 1
     await harness.engine.update(version)
     assert harness.client.calls == [("pause", "retract"), ("resume",)]
     assert harness.beat["status"] is ServiceStatus.READY
     harness.client.calls.clear()
-    harness.client.failing_resumes = 2
+    harness.client.failing["resume"] = 2
     await harness.engine.update(version)
     assert harness.client.calls == [*updates(version), ("resume",), ("resume",)]
     assert harness.beat["policy_version"] == 1
@@ -263,7 +244,7 @@ async def test_an_engine_is_resumed_whatever_failed(harness: Harness, tmp_path: 
 
 
 async def test_an_engine_that_stays_paused_is_ended(harness: Harness, tmp_path: Path) -> None:
-    harness.client.failing_resumes = 99
+    harness.client.failing["resume"] = 99
     await harness.engine.update(published(tmp_path / "v1", 1))
     assert harness.client.calls.count(("resume",)) == 5
     assert harness.process.returncode == -15
@@ -282,7 +263,7 @@ async def test_it_registers_follows_versions_and_stops(harness: Harness, tmp_pat
         await harness.until_ready()
         harness.store.publish(version)
         await harness.until(lambda: harness.beat["policy_version"] == 4)
-    assert harness.client.calls == [("version", 0), *updates(version)]
+    assert harness.client.calls == [("set_version", 0), *updates(version)]
     assert [service.id for service in harness.store.services.registered] == ["e1"]
     assert harness.store.services.registered[0].status is ServiceStatus.STARTING
     assert harness.store.services.stopped == ["e1"]
@@ -339,17 +320,17 @@ async def test_it_lends_its_device_and_returns_with_the_newest_version(
             trainer.release()
             await harness.until(lambda: lent(None, ServiceStatus.READY))
             assert harness.beat["policy_version"] == expected
-    lending = [("pause", "abort"), ("release",), ("memory", "weights")]
-    back = [("memory", "kv_cache"), ("resume",)]
+    lending = [("pause", "abort"), ("release_memory",), ("resume_memory", "weights")]
+    back = [("resume_memory", "kv_cache"), ("resume",)]
     assert harness.client.calls == [
-        ("version", 0), *lending, ("update", "/models/base", 0), *back,
-        *lending, ("update", version.location, 4), *back,
+        ("set_version", 0), *lending, ("update_weights", "/models/base", 0), *back,
+        *lending, ("update_weights", version.location, 4), *back,
     ]  # fmt: skip
 
 
 async def test_an_engine_that_keeps_its_memory_is_ended(turns: tuple[Harness, DeviceLease]) -> None:
     harness, trainer = turns
-    harness.client.keeps_memory = True
+    harness.client.failing["release_memory"] = 99
     task = asyncio.create_task(harness.engine.run())
     turn = asyncio.create_task(trainer.acquire(urgent=True))
     async with asyncio.timeout(10):
@@ -410,15 +391,15 @@ def served(harness: Harness, copy: LocalCopy, loaded: int = 0) -> ServedWeights:
 
 async def test_a_delta_is_loaded_from_the_copy_of_the_host(harness: Harness, tmp_path: Path) -> None:
     chain = chain_of(harness, tmp_path / "published", 1, 0)
-    harness.client.takes_deltas = False
+    harness.client.refused = {"prepare_delta"}
     await harness.engine.update(chain.versions[2])
-    assert ("update", str(harness.copy.folder), 2) in harness.client.calls
+    assert ("update_weights", str(harness.copy.folder), 2) in harness.client.calls
     assert harness.beat["policy_version"] == 2
     other = served(harness, LocalCopy(tmp_path / "copy"))
     await other.fetch(chain.versions[3])
     harness.client.calls.clear()
     assert await other.load(chain.versions[2]) == 3  # another engine has changed the copy meanwhile
-    assert harness.client.calls == [("update", str(harness.copy.folder), 3)]
+    assert harness.client.calls == [("update_weights", str(harness.copy.folder), 3)]
     (tmp_path / "published/v000003/rank-0.delta").unlink()
     late = served(harness, LocalCopy(tmp_path / "late"), loaded=1)
     await late.fetch(chain.versions[3])
@@ -441,20 +422,20 @@ async def test_an_engine_that_takes_deltas_changes_its_weights_before_the_copy_f
 
     weights = served(harness, copy, loaded=1)
     await weights.fetch(chain.versions[3])  # version 2 was missed
-    assert calls == [("prepare", ["2", "3"], 1)]
+    assert calls == [("prepare_delta", ["2", "3"], 1)]
     assert await weights.load(chain.versions[3]) == 3
-    assert calls.pop() == ("apply", 3)
+    assert calls.pop() == ("apply_delta", 3)
     assert not holds(3)
     await weights.keep_up()
     assert holds(3)
-    harness.client.refuses = True  # its memory was released in between
+    harness.client.refused = {"apply_delta", "update_weights"}  # its memory was released in between
     await weights.fetch(chain.versions[4])
-    with pytest.raises(EngineRefusedError, match="does not fit"):
+    with pytest.raises(EngineRefusedError, match="no update_weights"):
         await weights.load(chain.versions[4])
-    assert calls[-2:] == [("apply", 4), ("update", str(copy.folder), 4)]
-    harness.client.refuses = False
+    assert calls[-2:] == [("apply_delta", 4), ("update_weights", str(copy.folder), 4)]
+    harness.client.refused.clear()
     assert await weights.load(chain.versions[4]) == 4
-    assert calls[-1] == ("update", str(copy.folder), 4)
+    assert calls[-1] == ("update_weights", str(copy.folder), 4)
     delta = tmp_path / "published/v000005/rank-0.delta"
     delta.write_bytes(bytes(delta.stat().st_size))
     with pytest.raises(PublishError, match="has the sha256"):
