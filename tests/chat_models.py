@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rollout_fakes import byte_tokenizer
 from tokenizers import AddedToken
+
+from agentrl.chat.chat_format import ChatFormat
+from agentrl.chat.open_format import open_chat_format
+from agentrl.config.schema import ModelConfig
 
 QWEN = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 QWEN_TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
@@ -115,3 +120,24 @@ def write_model(
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text(json.dumps({"model_type": model_type} if model_type else {}))
     return folder
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma4": {"special": GEMMA, "tags": [], "eos": "<turn|>", "model_type": "gemma4"},
+    "llama-3": {"special": LLAMA, "tags": [], "eos": "<|eot_id|>", "model_type": "llama"},
+    "deepseek-v3": {"special": DEEPSEEK, "tags": [], "eos": DEEPSEEK[1], "model_type": "deepseek_v3"},
+    "qwen3": {"model_type": "qwen3"},
+}
+"""What ``write_model`` is given for each family of chat formats."""
+
+
+def opened(folder: Path, template: str | None, *, name: str = "auto", **files: Any) -> ChatFormat:
+    """Write a model with ``template`` into ``folder / "model"``, and open its chat format."""
+    flags = {key: files.pop(key) for key in ("thinking_retention", "chat_template_kwargs") if key in files}
+    folder = write_model(folder / "model", template, **files)
+    return open_chat_format(folder, ModelConfig(chat_format=name, **flags))
+
+
+def of_family(folder: Path, name: str, **flags: Any) -> ChatFormat:
+    """Open the renderer of a family."""
+    return opened(folder, None, name=name, **FAMILIES[name], **flags)

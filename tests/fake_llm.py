@@ -7,7 +7,10 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 Request = dict[str, Any]
 
@@ -47,6 +50,17 @@ class FakeLLM:
     """How long a reply takes."""
     tool_calls: list[list[dict[str, Any]]] = field(default_factory=list)
     """The tool calls of the next replies."""
+    folder: Path | None = None
+    """Where ``write_config`` writes."""
+
+    def write_config(self, section: str, *models: str, api_key: str = "k", **settings: Any) -> str:
+        """Write a section of an agent configuration that asks ``models`` here; return the file's path."""
+        entries = [{"model": model, "base_url": self.url, "api_key": api_key} for model in models]
+        patience = {"retry_delay": 0.01, "timeout": 60}
+        assert self.folder is not None
+        path = self.folder / "agent_config.yml"
+        path.write_text(yaml.safe_dump({section: {"models": entries, **patience, **settings}}))
+        return str(path)
 
     @property
     def models(self) -> list[str]:
@@ -138,9 +152,9 @@ def completion(
 
 
 @contextlib.asynccontextmanager
-async def fake_llm() -> AsyncIterator[FakeLLM]:
-    """Run a server until the block ends."""
-    fake = FakeLLM()
+async def fake_llm(folder: Path | None = None) -> AsyncIterator[FakeLLM]:
+    """Run a server until the block ends; its configurations are written into ``folder``."""
+    fake = FakeLLM(folder=folder)
     connections: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

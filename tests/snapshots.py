@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from made_documents import made_call
 from rich.console import Console, RenderableType
 
 from agentrl.documents.base import now
@@ -15,11 +16,10 @@ from agentrl.documents.model_call import (
     ToolExecution,
     VersionSpan,
     pack_floats,
-    pack_ids,
 )
 from agentrl.documents.record import Record
 from agentrl.documents.run import InferenceService, TrainerLease
-from agentrl.documents.status import CallStatus, RecordStatus, ServiceStatus, StepStatus, StopReason
+from agentrl.documents.status import RecordStatus, ServiceStatus, StepStatus, StopReason
 from agentrl.snapshot.snapshot import RunSnapshot
 from agentrl.store.services import Liveness
 from agentrl.store.views.counts import Disk, Rates
@@ -46,47 +46,30 @@ def record(**changes: Any) -> Record:
 def call(index: int, **changes: Any) -> DispatchedSamplingTask:
     """One model call without tools."""
     fields: dict[str, Any] = {
-        "id": f"{RECORD_ID}/{index}", "record": RECORD_ID, "index": index,
-        "parent": f"{RECORD_ID}/{index - 1}" if index else None, "status": CallStatus.COMPLETED,
-        "messages": (), "response": {"content": "thinking"}, "finish_reason": "stop",
+        "parent": f"{RECORD_ID}/{index - 1}" if index else None, "response": {"content": "thinking"},
         "versions": (VersionSpan(version=4, start=0, end=20),), "prompt_tokens": 100, "generated_tokens": 20,
-        "engine": "http://127.0.0.1:1", "generate_seconds": 1.25, "context_ids": b"", "output_ids": b"",
-        "logprobs": b"",
+        "engine": "http://127.0.0.1:1", "generate_seconds": 1.25,
     }  # fmt: skip
-    return DispatchedSamplingTask(**(fields | changes))
+    return replace(made_call(RECORD_ID, index, context=(), output=()), **(fields | changes))
 
 
 def two_turns() -> list[DispatchedSamplingTask]:
     """The model calls the calculator, reads its result, and answers."""
     arguments = {"expression": "17 * 23"}
+    system = {"role": "system", "content": "You may calculate."}
+    question = {"role": "user", "content": "What is 17 * 23?"}
+    asks = {"function": {"name": "calculate", "arguments": arguments}}
+    execution = ToolExecution(
+        name="calculate", arguments=arguments, result="391", error=False, seconds=0.0123, server="calc"
+    )
     first = call(
-        0,
-        tool_seconds=0.02,
-        messages=(
-            {"role": "system", "content": "You may calculate."},
-            {"role": "user", "content": "What is 17 * 23?"},
-        ),
-        response={
-            "content": "I use the tool.",
-            "tool_calls": [{"function": {"name": "calculate", "arguments": arguments}}],
-        },
-        tool_executions=(
-            ToolExecution(
-                name="calculate",
-                arguments=arguments,
-                result="391",
-                error=False,
-                seconds=0.0123,
-                server="calc",
-            ),
-        ),
-    )
+        0, tool_seconds=0.02, messages=(system, question), tool_executions=(execution,),
+        response={"content": "I use the tool.", "tool_calls": [asks]},
+    )  # fmt: skip
     second = call(
-        1,
-        messages=({"role": "tool", "content": "391"},),
-        response={"content": "<answer>391</answer>"},
+        1, messages=({"role": "tool", "content": "391"},), response={"content": "<answer>391</answer>"},
         versions=(VersionSpan(version=4, start=0, end=5), VersionSpan(version=5, start=5, end=22)),
-    )
+    )  # fmt: skip
     return [first, second]
 
 
@@ -171,15 +154,11 @@ def short_call(
     """A model call of three tokens of ``SHORT_RECORD``."""
     executions = (ToolExecution(name="add", arguments={"a": 2}, result="4", error=False, seconds=0.5),)
     result = ({"role": "tool", "execution": 0},)
-    return DispatchedSamplingTask(
-        id=f"r/{index}", record="r", index=index, parent=None if parent is None else f"r/{parent}",
-        status=CallStatus.COMPLETED,
+    return made_call(
+        "r", index, parent=parent, context=[1], output=[7, 8, 9], logprobs=pack_floats([0.0, -3.0, -60.0]),
         messages=({"role": "user", "content": "2 + 2?"},) if index != 1 else result,
         response={"content": said, "reasoning_content": "I think"},
-        tool_executions=executions if tools else (), finish_reason="stop",
         versions=(VersionSpan(version=1, start=0, end=2), VersionSpan(version=2, start=2, end=3)),
-        prompt_tokens=1, generated_tokens=3, engine="e", generate_seconds=2.0,
-        tool_seconds=0.5 if tools else 0.0, context_ids=pack_ids([1]), output_ids=pack_ids([7, 8, 9]),
-        logprobs=pack_floats([0.0, -3.0, -60.0]),
+        tool_executions=executions if tools else (), tool_seconds=0.5 if tools else 0.0, generate_seconds=2.0,
         created_at=SHORT_RECORD.created_at + timedelta(seconds=3 * (index + 1)),
     )  # fmt: skip

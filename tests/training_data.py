@@ -9,6 +9,7 @@ import numpy as np
 
 from agentrl.config.load import Configs
 from agentrl.config.schema import GROUPS
+from agentrl.data.forest import forest_from_data
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 
@@ -50,3 +51,10 @@ def sampled_by(item: DBRecordData, *versions: int) -> DBRecordData:
 def training_configs(*groups: Any) -> Configs:
     """Return every group of flags: ``groups``, and the others with their defaults."""
     return Configs([*(kind() for kind in GROUPS), *groups])
+
+
+def token_advantages(data: DBRecordData) -> dict[int, float]:
+    """Return {token id: advantage} of the batch that the trainer gets."""
+    forest = forest_from_data([data])
+    ids = forest.input_ids[forest.target].tolist()
+    return dict(zip(ids, forest.advantage.tolist(), strict=True))

@@ -20,6 +20,12 @@ from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.scorers import ScoreResult, score_context
 
+ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+ANSWER = "So it is <answer>3</answer>"
+LONG = "I think of it at length. " * 4
+FULL = {"max_prompt_tokens": 700, "prompt_reserve_tokens": 540}
+"""Limits that ``LONG`` and a call exceed."""
+
 
 class Trajectory:
     """One run of an agent and what it left behind."""

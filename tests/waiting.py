@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 _POLL_SECONDS = 0.02
 
@@ -21,9 +24,27 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], seconds: float 
         await asyncio.sleep(_POLL_SECONDS)
 
 
+async def cancel(task: asyncio.Task[Any]) -> None:
+    """Cancel a task, which does not keep the cancellation to itself."""
+    task.cancel()
+    try:
+        await task
+    except asyncio.CancelledError:
+        return
+    raise AssertionError("the task kept its cancellation to itself")
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     """Wait until ``condition`` holds; fail after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"the condition did not come true within {seconds:g} s"
         time.sleep(_POLL_SECONDS)
+
+
+def waiting_program(code: str, *arguments: object) -> tuple[subprocess.Popen[str], str]:
+    """Start Python with ``code``, which prints a line and then reads its input; return it with the line."""
+    words = [sys.executable, "-c", code, *map(str, arguments)]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()

@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import waiting_program
 
 from agentrl.atomic_folder import (
     ABANDONED_SECONDS,
@@ -47,31 +45,16 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture
-def writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has begun to write ``v000002`` into ``tmp_path`` and waits."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", WRITES, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    yield process
-    process.kill()
-    process.communicate(timeout=30)
-
-
-def test_leftovers_of_a_killed_writer_are_removed_and_those_of_a_live_one_stay(
-    tmp_path: Path, writer: subprocess.Popen[str]
-) -> None:
-    assert writer.stdout is not None
-    name = writer.stdout.readline().strip()
-    (tmp_path / "v000001").mkdir()
-    assert remove_leftovers(tmp_path) == []
-    writer.send_signal(signal.SIGSTOP)
-    assert remove_leftovers(tmp_path) == []
-    writer.kill()
-    writer.wait(30)
+def test_leftovers_of_a_killed_writer_are_removed_and_those_of_a_live_one_stay(tmp_path: Path) -> None:
+    writer, name = waiting_program(WRITES, tmp_path)
+    try:
+        (tmp_path / "v000001").mkdir()
+        assert remove_leftovers(tmp_path) == []
+        writer.send_signal(signal.SIGSTOP)
+        assert remove_leftovers(tmp_path) == []
+    finally:
+        writer.kill()
+        writer.communicate(timeout=30)
     assert remove_leftovers(tmp_path) == [name]
     assert [path.name for path in tmp_path.iterdir()] == ["v000001"]
     assert remove_leftovers(tmp_path / "nowhere") == []
@@ -126,34 +109,24 @@ sys.stdin.read()
 """
 
 
-def maker() -> tuple[subprocess.Popen[str], Path]:
-    """Start a process that makes a folder and waits."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", MAKES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    return process, Path(process.stdout.readline().strip())
-
-
 @pytest.mark.attack
 def test_the_next_start_removes_what_a_killed_process_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    others = [
-        tmp_path / name for name in ("agentrl-harness-x", "agentrl-harness-7.7.00000000.00000000", "mine")
-    ]
+    names = ("agentrl-harness-x", "agentrl-harness-7.7.00000000.00000000", "mine")
+    others = [tmp_path / name for name in names]
     for other in others:
         other.mkdir()
-    (killed, left), (living, kept) = maker(), maker()
+    (killed, left), (living, kept) = waiting_program(MAKES), waiting_program(MAKES)
     killed.kill()
     killed.communicate(timeout=30)
     try:
-        assert left.stat().st_mode & 0o777 == 0o700
+        assert Path(left).stat().st_mode & 0o777 == 0o700
         own = scratch_folder("sandbox")
         assert own.name.startswith("agentrl-sandbox-")
-        assert set(tmp_path.iterdir()) == {*others, kept, own}
+        assert set(tmp_path.iterdir()) == {*others, Path(kept), own}
         scratch_folder("sandbox")
         assert own.is_dir()
         assert str(os.getpid()) in own.name

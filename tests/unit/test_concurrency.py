@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 
 import pytest
+from waiting import cancel
 
 from agentrl import concurrency
 from agentrl.concurrency import background, end_tasks, task_group, wait_for_any
@@ -20,11 +20,11 @@ async def fails(error: Exception | None = None, after: float = 0.0) -> None:
     raise error or ValueError("job")
 
 
-async def fails_when_cancelled() -> None:
+async def fails_when_cancelled(error: Exception | None = None) -> None:
     try:
         await asyncio.sleep(_LONG)
     finally:
-        raise ValueError("end")
+        raise error or ValueError("end")
 
 
 async def swallows_cancellations(times: int) -> None:
@@ -33,6 +33,10 @@ async def swallows_cancellations(times: int) -> None:
             await asyncio.sleep(_LONG)
         except asyncio.CancelledError:
             continue
+
+
+def logged_errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
 
 
 async def test_jobs_run_during_the_block_and_are_cancelled_at_its_end() -> None:
@@ -78,26 +82,16 @@ async def test_a_failing_job_cancels_the_block_and_raises_its_error() -> None:
 async def test_the_error_of_a_job_comes_before_what_its_interruption_raises(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def block() -> None:
-        try:
-            await asyncio.sleep(_LONG)
-        except asyncio.CancelledError:
-            raise KeyError("block") from None
-
     with pytest.raises(ValueError, match="job"):
         async with background(fails()):
-            await block()
-    assert [record.exc_info[1].args for record in caplog.records if record.exc_info] == [("block",)]
+            await fails_when_cancelled(KeyError("block"))
+    assert logged_errors(caplog) == ["'block'"]
 
 
 async def test_a_job_that_fails_is_raised_even_if_the_block_suppresses_its_cancellation() -> None:
-    async def block() -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(_LONG)
-
     with pytest.raises(ValueError, match="job"):
         async with background(fails()):
-            await block()
+            await swallows_cancellations(1)
 
 
 async def test_a_job_that_fails_while_it_is_ended_raises_its_error() -> None:
@@ -109,14 +103,10 @@ async def test_a_job_that_fails_while_it_is_ended_raises_its_error() -> None:
 async def test_the_error_of_the_block_comes_before_a_failure_at_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def block() -> None:
-        await asyncio.sleep(0)
-        raise KeyError("block")
-
     with pytest.raises(KeyError, match="block"):
         async with background(fails_when_cancelled()):
-            await block()
-    assert [record.exc_info[1].args for record in caplog.records if record.exc_info] == [("end",)]
+            await fails(KeyError("block"))
+    assert logged_errors(caplog) == ["end"]
 
 
 async def test_the_cancellation_of_the_caller_passes_through() -> None:
@@ -126,9 +116,7 @@ async def test_the_cancellation_of_the_caller_passes_through() -> None:
 
     task = asyncio.create_task(caller())
     await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await cancel(task)
 
 
 async def test_a_cancellation_of_the_caller_comes_before_the_error_of_a_job(
@@ -146,10 +134,8 @@ async def test_a_cancellation_of_the_caller_comes_before_the_error_of_a_job(
 
     task = asyncio.create_task(caller())
     await interrupted.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert [record.exc_info[1].args for record in caplog.records if record.exc_info] == [("job",)]
+    await cancel(task)
+    assert logged_errors(caplog) == ["job"]
 
 
 async def test_a_timeout_around_the_block_stays_a_timeout() -> None:
@@ -213,9 +199,7 @@ async def test_a_caller_that_is_cancelled_while_it_ends_tasks_waits_for_their_en
     await asyncio.sleep(0)
     ending = asyncio.create_task(end_tasks(job))
     await asyncio.sleep(0.01)
-    ending.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await ending
+    await cancel(ending)
     assert ended.is_set()
 
 
@@ -227,7 +211,7 @@ async def test_end_tasks_logs_the_errors_that_nobody_has_seen(caplog: pytest.Log
     await asyncio.wait([seen, unseen, expected])
     assert isinstance(seen.exception(), ValueError)
     await end_tasks(seen, unseen, expected, in_the_end)
-    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["unseen", "end"]
+    assert logged_errors(caplog) == ["unseen", "end"]
     assert "no database" in caplog.text
 
 
@@ -260,9 +244,7 @@ async def test_a_cancellation_while_a_task_group_ends_is_not_lost() -> None:
 
     task = asyncio.create_task(caller())
     await asyncio.sleep(0.02)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await cancel(task)
 
 
 async def test_a_task_group_waits_for_tasks_that_its_tasks_start() -> None:

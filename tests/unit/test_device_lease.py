@@ -3,11 +3,10 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from waiting import until, waiting_program
 
 from agentrl import device_lease
 from agentrl.device_lease import DeviceLease, leased_devices
@@ -97,18 +96,15 @@ async def test_a_cancelled_wait_leaves_nothing_locked(tmp_path: Path) -> None:
 async def test_a_killed_process_frees_the_device_when_its_children_have_ended(
     tmp_path: Path, inherits: bool
 ) -> None:
-    words = [sys.executable, "-c", HOLDER, str(tmp_path), *(["inherits"] if inherits else [])]
-    with subprocess.Popen(  # noqa: ASYNC220
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        child = int(await asyncio.to_thread(process.stdout.readline))
+    words = [HOLDER, str(tmp_path), *(["inherits"] if inherits else [])]
+    process, child = await asyncio.to_thread(waiting_program, *words)
+    with process:
         turn = asyncio.create_task(lease(tmp_path).acquire())
         assert not await within(0.12, turn)
         process.kill()
     if inherits:
         assert not await within(0.12, turn)
-        os.kill(child, signal.SIGKILL)
+        os.kill(int(child), signal.SIGKILL)
     assert await within(5.0, turn)
 
 
@@ -119,8 +115,7 @@ async def test_a_long_wait_names_who_had_the_device_last(
     caplog.set_level("INFO")
     await lease(tmp_path).acquire()
     turn = asyncio.create_task(lease(tmp_path).acquire())
-    while not caplog.messages:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: bool(caplog.messages))
     turn.cancel()
     assert f"the device d: a test (process {os.getpid()}) had it last" in caplog.messages[0]
 

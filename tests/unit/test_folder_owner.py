@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import subprocess
-import sys
 import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from waiting import waiting_program
 
 from agentrl import folder_owner
 from agentrl.errors import ConfigError, PublishError
@@ -28,11 +27,7 @@ from agentrl.folder_owner import (
 )
 
 A, B = (Owner(run=name, id=name * 8, server="server:1") for name in "ab")
-OTHERS = [
-    B,
-    Owner(run="a", id="another", server="server:2"),
-    Owner(run="copy", id=A.id, server="server:1"),
-]
+OTHERS = [B, Owner(run="a", id="another", server="server:2"), Owner(run="copy", id=A.id, server="server:1")]
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=["run", "database", "copy"])
@@ -47,9 +42,8 @@ def test_a_claimed_folder_is_the_runs_alone(tmp_path: Path, other: Owner) -> Non
         for folder in (tmp_path / "out", link):
             with pytest.raises(ConfigError, match=r"belongs to run 'a' .*, and this is run") as error:
                 refused(folder, other, "--output_dir")
-            assert f"give another --output_dir. If that run is gone for good, delete {folder}" in str(
-                error.value
-            )
+            fix = f"give another --output_dir. If that run is gone for good, delete {folder}"
+            assert fix in str(error.value)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [OWNER_FILE]
     assert not require_not_foreign(tmp_path / "new", A, "--output_dir")
     assert not (tmp_path / "new").exists()
@@ -77,11 +71,8 @@ def test_of_many_that_claim_at_once_one_wins(
             return
         won.append(owner)
 
-    threads = [threading.Thread(target=start, args=(owner,)) for owner in runs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    with ThreadPoolExecutor(len(runs)) as pool:
+        list(pool.map(start, runs))
     assert won == [read_owner(tmp_path / "out")]
 
 
@@ -174,30 +165,15 @@ print("held", flush=True); sys.stdin.read()
 """
 
 
-@pytest.fixture
-def hold() -> Callable[[Path, str], subprocess.Popen[str]]:
-    """Start a process that uses a folder as the cache of a run."""
-
-    def start(folder: Path, run: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", HOLDER, str(folder), run],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        return process
-
-    return start
-
-
 def test_a_cache_belongs_to_the_run_whose_processes_live(
-    tmp_path: Path, hold: Callable[[Path, str], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several engines of one run share it; another run takes it over once all of them have ended."""
     monkeypatch.setattr(folder_owner, "_held_caches", {})
-    engines = [hold(tmp_path, "a"), hold(tmp_path, "a")]
+    engines = [waiting_program(HOLDER, tmp_path, "a") for _ in range(2)]
     other = Owner(run="b", id="b", server="d")
-    for engine in engines:
+    for engine, said in engines:
+        assert said == "held"
         with pytest.raises(ConfigError, match=r"is in use by run 'a'.*\n.*give another --weights_dir"):
             hold_cache(tmp_path, other, "--weights_dir")
         engine.kill()

@@ -1,6 +1,7 @@
 """Permissions: which code, servers and files data may name in a process that restricts them."""
 
 import dataclasses
+import os
 from contextvars import copy_context
 
 import pytest
@@ -85,8 +86,6 @@ def test_a_name_is_allowed_where_it_or_what_holds_it_is_listed(
 
 
 def test_a_relative_file_is_below_the_folder_in_which_the_process_was_started() -> None:
-    import os
-
     assert is_allowed_by((os.getcwd(),), file_name("configs/agent.yml"))
     assert not is_allowed_by((f"{os.getcwd()}/configs",), file_name("other/agent.yml"))
 
@@ -104,31 +103,25 @@ def test_a_relative_file_is_below_the_folder_in_which_the_process_was_started() 
 def test_what_is_refused_is_named_with_the_flag_that_allows_it(name: str, flag: str) -> None:
     def use() -> None:
         allow(())
-        with pytest.raises(ConfigError) as refused:
-            require_allowed(name, "thing")
-        assert name in refused.value.message
-        assert flag in str(refused.value.hint)
-        assert flag in flags_allowing([name]) or "load" in flag
+        require_allowed(name, "thing")
 
-    copy_context().run(use)
+    with pytest.raises(ConfigError) as refused:
+        copy_context().run(use)
+    assert name in refused.value.message
+    assert flag in str(refused.value.hint)
+    assert flag in flags_allowing([name]) or "load" in flag
 
 
 def test_only_names_outside_need_a_permission() -> None:
-    assert names_outside(["exact", "math", "a.b:c", "//h:1", "./f", "p()"]) == {
-        "a.b:c",
-        "//h:1",
-        "./f",
-        "p()",
-    }
+    outside = {"a.b:c", "//h:1", "./f", "p()"}
+    assert names_outside(["exact", "math", *outside]) == outside
 
 
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (
-            {"loss_calculater": "GRPO", "advantage": None, "output_dir": "a:b", "trust_remote_code": False},
-            set(),
-        ),
+        ({"loss_calculater": "GRPO", "advantage": None, "output_dir": "a:b"}, set()),
+        ({"trust_remote_code": False}, set()),
         ({"loss_calculater": "evil:loss"}, {"loss_calculater evil:loss"}),
         ({"tools": "search,evil:a, b.c:d"}, {"tools evil:a", "tools b.c:d"}),
         ({"report_to": ["evil:Tracker"]}, {"report_to evil:Tracker"}),

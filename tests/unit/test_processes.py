@@ -7,13 +7,23 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from waiting import wait_until
 
 from agentrl import processes
-from agentrl.processes import exit_reason, half_of_cores, run_child, start_child, stop_child, tail, user_name
+from agentrl.processes import (
+    exit_reason,
+    half_of_cores,
+    run_child,
+    start_child,
+    start_ticks,
+    stop_child,
+    tail,
+    user_name,
+)
 
 LEAVES_A_WORKER = """
 import subprocess, sys
@@ -54,10 +64,7 @@ def test_stopping_a_child_kills_what_it_left_behind(tmp_path: Path, is_guarded: 
     worker = int(tail(log))
     assert psutil.pid_exists(worker)
     stop_child(child, 5)
-    wait_until(
-        lambda: not (psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE),
-        30,
-    )
+    wait_until(lambda: start_ticks(worker) is None)
 
 
 @pytest.mark.parametrize(
@@ -72,12 +79,7 @@ def test_stopping_a_child_kills_what_it_left_behind(tmp_path: Path, is_guarded: 
     ],
 )
 def test_two_processes_share_the_cores(
-    cpus: int,
-    smt: str | None,
-    limit: str | None,
-    threads: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cpus: int, smt: str | None, limit: str | None, threads: int, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
     for name, content in (("_TWO_A_CORE", smt), ("_CPU_LIMIT", limit)):

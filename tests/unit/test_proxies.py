@@ -28,26 +28,15 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.parametrize(
     ("url", "is_direct"),
     [
-        ("http://127.0.0.1:8000/v1", True),
-        ("http://127.8.8.8:8000/v1", True),
-        ("http://localhost:30000", True),
-        ("http://engine.localhost", True),
-        ("http://[::1]:30000", True),
-        ("ws://127.0.0.1:8000/ws", True),
-        ("http://example.org/a", True),
-        ("https://www.example.org", True),
-        ("http://judge.internal", True),
-        ("http://10.1.2.3:30000", True),
-        ("http://[fd00::1]:80", True),
-        ("http://[fe80::7]", True),
-        ("http://db.test:27017", True),
-        ("http://db.test:80", False),
-        ("http://notexample.org", False),
-        ("http://11.1.2.3", False),
-        ("https://api.openai.com/v1", False),
+        ("http://127.0.0.1:8000/v1", True), ("http://127.8.8.8:8000/v1", True),
+        ("http://localhost:30000", True), ("http://engine.localhost", True), ("http://[::1]:30000", True),
+        ("ws://127.0.0.1:8000/ws", True), ("http://example.org/a", True), ("https://www.example.org", True),
+        ("http://judge.internal", True), ("http://10.1.2.3:30000", True), ("http://[fd00::1]:80", True),
+        ("http://[fe80::7]", True), ("http://db.test:27017", True), ("http://db.test:80", False),
+        ("http://notexample.org", False), ("http://11.1.2.3", False), ("https://api.openai.com/v1", False),
         ("wss://games.test/ws", False),
     ],
-)
+)  # fmt: skip
 def test_this_machine_and_no_proxy_are_direct(
     environment: pytest.MonkeyPatch, url: str, is_direct: bool
 ) -> None:
@@ -82,9 +71,8 @@ async def proxy(answer: bytes) -> AsyncIterator[tuple[str, list[str]]]:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", heads
 
 
-JSON = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}"
-)
+HEADERS = b"content-type: application/json\r\ncontent-length: 2\r\nconnection: close"
+JSON = b"HTTP/1.1 200 OK\r\n" + HEADERS + b"\r\n\r\n{}"
 
 
 async def test_both_kinds_of_clients_send_through_the_proxy(environment: pytest.MonkeyPatch) -> None:
@@ -96,20 +84,15 @@ async def test_both_kinds_of_clients_send_through_the_proxy(environment: pytest.
         assert await engine.call("GET", "/health") == {}
         await engine.close()
     assert heads[0].startswith("GET http://judge.test/v1/models HTTP/1.1\r\n")
-    assert heads[1].startswith(
-        "GET http://engine.test:30000/base/health HTTP/1.1\r\nhost: engine.test:30000\r\n"
-    )
+    address = "engine.test:30000"
+    assert heads[1].startswith(f"GET http://{address}/base/health HTTP/1.1\r\nhost: {address}\r\n")
     assert all("proxy-authorization: basic yw5uonbac3m=" in head.lower() for head in heads)
 
 
 @pytest.mark.parametrize(
     ("scheme", "answer", "problem"),
     [
-        (
-            "http",
-            b"HTTP/1.1 403 Forbidden\r\n\r\n",
-            "answers 'HTTP/1.1 403 Forbidden' to CONNECT engine.test:443",
-        ),
+        ("http", b"HTTP/1.1 403 No\r\n\r\n", "answers 'HTTP/1.1 403 No' to CONNECT engine.test:443"),
         ("http", b"", "gives no answer to CONNECT engine.test:443"),
         ("socks5", b"", "is not an HTTP proxy"),
     ],

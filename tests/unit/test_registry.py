@@ -1,16 +1,22 @@
 """Registries: names, paths, conversion."""
 
 import json
+from collections.abc import Callable
 from contextvars import copy_context
 from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
+from agentrl.chat.parsers.base import get_parser
+from agentrl.environments.base import ENVIRONMENTS
 from agentrl.errors import ConfigError
 from agentrl.permissions import allow
 from agentrl.registry import Registry
 from agentrl.rollout.agents import AGENTS
+from agentrl.scoring.advantages import ESTIMATORS
+from agentrl.scoring.groups import GROUP_FILTERS
 from agentrl.scoring.scorers import SCORERS
+from agentrl.tools.python import TOOLS
 
 
 def test_an_extension_is_registered_under_each_of_its_names() -> None:
@@ -64,7 +70,26 @@ def test_what_a_path_names_is_converted() -> None:
         Registry[object]("thing", group="agentrl.no_group").get("json.decoder:__name__")
 
 
-@pytest.mark.parametrize("get", [SCORERS.get, AGENTS.get])
+@pytest.mark.parametrize(
+    ("get", "wrong", "nearest"),
+    [
+        (AGENTS.get, "reakt", "react"),
+        (SCORERS.get, "exac", "exact"),
+        (ESTIMATORS.get, "drgrpo", "dr_grpo"),
+        (ENVIRONMENTS.get, "harbr", "harbor"),
+        (TOOLS.get, "python_sandbx", "python_sandbox"),
+        (get_parser, "hermess", "hermes"),
+    ],
+)
+def test_an_unknown_name_of_a_kind_of_extension_is_refused_with_the_nearest(
+    get: Callable[[str], object], wrong: str, nearest: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown .*'{wrong}'") as refused:
+        get(wrong)
+    assert f"did you mean '{nearest}'?" in str(refused.value)
+
+
+@pytest.mark.parametrize("get", [SCORERS.get, AGENTS.get, GROUP_FILTERS.get])
 def test_what_is_not_listed_is_refused_before_it_is_imported(get: object) -> None:
     def use() -> None:
         allow(["json"])

@@ -15,11 +15,52 @@ from agentrl.processes import signal_session
 from agentrl.supervise import MAX_RESTARTS, SupervisedProcess, Supervisor
 
 
-def member(name, code, log=None):
-    return SupervisedProcess(name, [sys.executable, "-c", code], log, dict(os.environ))
+def member(name, code, log=None, *arguments):
+    return SupervisedProcess(name, [sys.executable, "-c", code, *map(str, arguments)], log, dict(os.environ))
+
+
+def pid_in(file):
+    wait_until(lambda: file.exists() and file.read_text())
+    return int(file.read_text())
 
 
 SLEEP = "import time; time.sleep(60)"
+STARTS_A_CHILD = """
+import subprocess, sys, time
+from agentrl.processes import start_child
+words = [sys.executable, "-c", "import time; time.sleep(60)"]
+is_guarded = sys.argv[2:] == ["guarded"]
+child = start_child(words, log=None) if is_guarded else subprocess.Popen(words, start_new_session=True)
+open(sys.argv[1], "w").write(str(child.pid))
+time.sleep(60)
+"""
+TELLS_WHEN_IT_STOPS = """
+import signal, sys, time
+order, name, delay, ready = sys.argv[1:]
+def stop(*_):
+    time.sleep(float(delay)); open(order, "a").write(f"{name} "); sys.exit()
+signal.signal(signal.SIGTERM, stop)
+open(ready, "w").close()
+time.sleep(60)
+"""
+SUPERVISES = """
+import sys, time
+from agentrl.supervise import StoppedBySignalError, SupervisedProcess, Supervisor, raise_on_signals
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+supervisor = Supervisor(print)
+try:
+    with raise_on_signals():
+        try:
+            main = SupervisedProcess("main", [sys.executable, "-c", code], None, {})
+            supervisor.start(main)
+            open(sys.argv[1], "w").write(str(main.process.pid))
+            time.sleep(60)
+        finally:
+            open(sys.argv[2], "w").close()
+            supervisor.stop(50)
+except StoppedBySignalError as stopped:
+    sys.exit(stopped.exit_code)
+"""
 FAR = float("inf")
 
 
@@ -93,21 +134,11 @@ def test_stop_ends_every_process(supervisor):
 
 def test_children_die_with_their_parent(tmp_path):
     """A child ends when its parent is killed."""
-    script = (
-        "import sys, time\n"
-        "from agentrl.processes import start_child\n"
-        "child = start_child([sys.executable, '-c', 'import time; time.sleep(60)'], log=None)\n"
-        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
-        "time.sleep(60)\n"
-    )
-    starter = member("starter", script)
+    starter = member("starter", STARTS_A_CHILD, None, tmp_path / "pid", "guarded")
     starter.start()
-    pid_file = tmp_path / "pid"
-    wait_until(lambda: pid_file.exists() and pid_file.read_text())
+    child = pid_in(tmp_path / "pid")
     starter.process.kill()
     starter.process.wait(10)
-    child = int(pid_file.read_text())
-
     wait_until(lambda: is_gone(child))
 
 
@@ -122,66 +153,30 @@ def test_a_helper_that_ends_because_of_its_configuration_ends_the_run_with_its_r
 
 
 def test_stop_ends_processes_whose_parent_was_killed(supervisor, tmp_path):
-    pid_file = tmp_path / "pid"
-    code = (
-        "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
-        " start_new_session=True)\n"
-        f"open({str(pid_file)!r}, 'w').write(str(child.pid))\n"
-        "time.sleep(60)\n"
-    )
-    launcher = member("launcher", code)
+    launcher = member("launcher", STARTS_A_CHILD, None, tmp_path / "pid")
     supervisor.start(launcher)
-    wait_until(lambda: pid_file.exists() and pid_file.read_text())
+    child = pid_in(tmp_path / "pid")
     launcher.process.kill()
     launcher.process.wait(10)
     supervisor.stop(1)
-    wait_until(lambda: is_gone(int(pid_file.read_text())))
+    wait_until(lambda: is_gone(child))
 
 
 def test_engines_and_tools_stop_after_the_processes_that_use_them(supervisor, tmp_path):
-    log = tmp_path / "order"
-    tell = (
-        "import signal, sys, time\n"
-        "def stop(*_):\n"
-        f"    time.sleep(float(sys.argv[2])); open({str(log)!r}, 'a').write(sys.argv[1]); sys.exit()\n"
-        "signal.signal(signal.SIGTERM, stop)\n"
-        "open(sys.argv[3], 'w').close()\n"
-        "time.sleep(60)\n"
-    )
-    for name, delay, is_server in (("engine", "0", True), ("sampler", "0.5", False)):
-        started = member(name, tell, tmp_path / f"{name}.log")
-        started.command += [f"{name} ", delay, str(tmp_path / f"{name}.ready")]
+    order, ready = tmp_path / "order", [tmp_path / "engine.ready", tmp_path / "sampler.ready"]
+    for file, delay, is_server in zip(ready, ("0", "0.5"), (True, False), strict=True):
+        name = file.stem
+        started = member(name, TELLS_WHEN_IT_STOPS, tmp_path / f"{name}.log", order, name, delay, file)
         started.is_server = is_server
         supervisor.start(started)
-    wait_until(lambda: all((tmp_path / f"{name}.ready").exists() for name in ("engine", "sampler")))
+    wait_until(lambda: all(file.exists() for file in ready))
     supervisor.stop(20)
-    assert log.read_text() == "sampler engine "
+    assert order.read_text() == "sampler engine "
 
 
 def test_a_second_signal_kills_the_remaining_processes(tmp_path):
-    script = (
-        "import sys, time\n"
-        "from agentrl.supervise import StoppedBySignalError, SupervisedProcess, Supervisor\n"
-        "from agentrl.supervise import raise_on_signals\n"
-        "code = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)'\n"
-        "supervisor = Supervisor(print)\n"
-        "try:\n"
-        "    with raise_on_signals():\n"
-        "        try:\n"
-        "            main = SupervisedProcess('main', [sys.executable, '-c', code], None, {})\n"
-        "            supervisor.start(main)\n"
-        f"            open({str(tmp_path / 'ready')!r}, 'w').write(str(main.process.pid))\n"
-        "            time.sleep(60)\n"
-        "        finally:\n"
-        f"            open({str(tmp_path / 'stopping')!r}, 'w').close()\n"
-        "            supervisor.stop(50)\n"
-        "except StoppedBySignalError as stopped:\n"
-        "    sys.exit(stopped.exit_code)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", script])
-    wait_until(lambda: (tmp_path / "ready").exists() and (tmp_path / "ready").read_text())
-    child = int((tmp_path / "ready").read_text())
+    process = subprocess.Popen([sys.executable, "-c", SUPERVISES, tmp_path / "ready", tmp_path / "stopping"])
+    child = pid_in(tmp_path / "ready")
     process.terminate()
     wait_until((tmp_path / "stopping").exists)
     deadline = time.monotonic() + 30

@@ -160,7 +160,6 @@ async def main():
             print("given up")
 asyncio.run(main())
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=True
-    )
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True)
     assert (ended.stdout, ended.stderr) == ("given up\n", "")

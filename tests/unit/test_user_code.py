@@ -7,6 +7,7 @@ import sys
 from collections.abc import Awaitable, Callable
 
 import pytest
+from waiting import cancel
 
 from agentrl.documents.base import sanitize_bson
 from agentrl.errors import EngineError, ScorerError, TrajectoryError
@@ -37,14 +38,6 @@ async def exits_in_a_thread() -> None:
     await asyncio.to_thread(sys.exit, 3)
 
 
-async def interrupts() -> None:
-    raise KeyboardInterrupt
-
-
-async def cancels_itself() -> None:
-    raise asyncio.CancelledError
-
-
 async def cancels_its_task() -> None:
     task = asyncio.current_task()
     assert task is not None
@@ -52,16 +45,11 @@ async def cancels_its_task() -> None:
     await asyncio.sleep(0)
 
 
-async def closes() -> None:
-    raise GeneratorExit
+def raising(error: BaseException) -> Callable[[], Awaitable[None]]:
+    async def bad() -> None:
+        raise error
 
-
-async def ends() -> None:
-    raise StopAsyncIteration
-
-
-async def cannot_be_shown() -> None:
-    raise UnspeakableError
+    return bad
 
 
 async def recurses() -> None:
@@ -72,13 +60,16 @@ def is_not_async() -> Awaitable[None]:
     return None  # type: ignore[return-value]
 
 
-BAD = [
-    exits, exits_in_a_task, exits_in_a_group, exits_in_a_thread, interrupts, cancels_itself,
-    cancels_its_task, closes, ends, cannot_be_shown, recurses, is_not_async,
-]  # fmt: skip
+BAD = {
+    "exits": exits, "exits in a task": exits_in_a_task, "exits in a group": exits_in_a_group,
+    "exits in a thread": exits_in_a_thread, "interrupts": raising(KeyboardInterrupt()),
+    "cancels itself": raising(asyncio.CancelledError()), "cancels its task": cancels_its_task,
+    "closes": raising(GeneratorExit()), "ends": raising(StopAsyncIteration()),
+    "cannot be shown": raising(UnspeakableError()), "recurses": recurses, "is not async": is_not_async,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.__name__)
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 async def test_what_an_extension_raises_is_a_failure(bad: Callable[[], Awaitable[None]]) -> None:
     with pytest.raises(ScorerError, match=r"scorer x raised \w+"):
         await contain(bad, "scorer x", ScorerError)
@@ -86,9 +77,10 @@ async def test_what_an_extension_raises_is_a_failure(bad: Callable[[], Awaitable
     await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize(
-    "error", [SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError(), ValueError("v")]
-)
+ERRORS = [SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError(), ValueError("v")]
+
+
+@pytest.mark.parametrize("error", ERRORS)
 def test_a_plain_function_is_contained_too(error: BaseException) -> None:
     def bad() -> None:
         raise error
@@ -98,12 +90,9 @@ def test_a_plain_function_is_contained_too(error: BaseException) -> None:
 
 
 async def test_results_and_failures_pass() -> None:
-    async def fails() -> None:
-        raise EngineError("gone")
-
     assert await contain(lambda: asyncio.sleep(0, 7), "a", ScorerError) == 7
     with pytest.raises(EngineError, match=r"^gone$"):
-        await contain(fails, "a", ScorerError)
+        await contain(raising(EngineError("gone")), "a", ScorerError)
 
 
 @pytest.mark.parametrize("suppress", [False, True])
@@ -120,9 +109,7 @@ async def test_the_cancellation_of_the_caller_passes(suppress: bool) -> None:
 
     task = asyncio.create_task(contain(waits, "a", ScorerError))
     await started.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await cancel(task)
 
 
 async def test_a_limit_of_time_passes_also_where_it_is_suppressed() -> None:

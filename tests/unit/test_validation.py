@@ -71,11 +71,8 @@ class Outer(Settings):
         ({"inner": []}, "inner is []; it must be a mapping", None),
         ({"items": {}}, "items is {}; it must be a list", None),
         ({"items": [{}, {"share": 2}]}, "items[1].share is 2; it must be at most 1", None),
-        (
-            {"inner": {"kind": "secnod"}},
-            "inner.kind is 'secnod'; it must be 'first' or 'second'",
-            "did you mean 'second'?",
-        ),
+        ({"inner": {"kind": "secnod"}}, "inner.kind is 'secnod'; it must be 'first' or 'second'",
+         "did you mean 'second'?"),
         ({"name": "bad"}, "name is 'bad'; it must be another name", "rename it"),
         ({"on": True, "count": 1}, "on excludes count", "leave one of them out"),
         ({"api_key": ["sk-123"]}, "api_key is of the kind list; it must be text", None),

@@ -28,22 +28,15 @@ def test_text_that_a_value_would_write_otherwise_stays_text(union: dict[str, Any
 @pytest.mark.parametrize(
     ("text", "kinds", "value"),
     [
-        ("5", ["string", "integer"], 5),
-        ("1.5", ["string", "number"], 1.5),
-        ("1", ["boolean", "string"], "1"),
-        ("0", ["boolean", "string"], "0"),
-        ("true", ["boolean", "string"], True),
-        ("False", ["boolean", "string"], False),
-        ("TRUE", ["boolean", "string"], "TRUE"),
-        ("null", ["string", "null"], None),
-        ('"5"', ["string", "integer"], "5"),
-        ('{"a": 1}', ["string", "object"], {"a": 1}),
-        ("(1, 2)", ["string", "array"], "(1, 2)"),
-        ("02134", ["integer"], 2134),
-        ("1e5", ["number"], 1e5),
+        ("5", ["string", "integer"], 5), ("1.5", ["string", "number"], 1.5),
+        ("1", ["boolean", "string"], "1"), ("0", ["boolean", "string"], "0"),
+        ("true", ["boolean", "string"], True), ("False", ["boolean", "string"], False),
+        ("TRUE", ["boolean", "string"], "TRUE"), ("null", ["string", "null"], None),
+        ('"5"', ["string", "integer"], "5"), ('{"a": 1}', ["string", "object"], {"a": 1}),
+        ("(1, 2)", ["string", "array"], "(1, 2)"), ("02134", ["integer"], 2134), ("1e5", ["number"], 1e5),
         ("1", ["boolean"], True),
     ],
-)
+)  # fmt: skip
 def test_a_value_wins_where_nothing_is_lost(text: str, kinds: list[str], value: Any) -> None:
     read = convert_text(text, {"type": kinds})
     assert (read, type(read)) == (value, type(value))
@@ -66,19 +59,15 @@ def test_schemas_that_refer_to_themselves_are_walked_once() -> None:
 @pytest.mark.parametrize(
     "parameters",
     [
-        {
-            "$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"$ref": "#/$defs/A"}},
-            "properties": {"x": {"$ref": "#/$defs/A"}},
-        },
+        {"$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"$ref": "#/$defs/A"}},
+         "properties": {"x": {"$ref": "#/$defs/A"}}},
         {"$ref": "#"},
         {"allOf": [{"$ref": "#"}]},
     ],
 )  # fmt: skip
 def test_a_cycle_of_references_validates_nothing(parameters: dict[str, Any]) -> None:
-    assert (
-        validate_call(ToolCall("f", {"x": 1}), [{"function": {"name": "f", "parameters": parameters}}])
-        is None
-    )
+    tool = {"function": {"name": "f", "parameters": parameters}}
+    assert validate_call(ToolCall("f", {"x": 1}), [tool]) is None
 
 
 def test_a_problem_lists_arguments_behind_references() -> None:

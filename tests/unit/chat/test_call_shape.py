@@ -6,7 +6,7 @@ from pathlib import Path
 
 import chat_models as models
 import pytest
-from test_open_format import FAMILIES, of_family, opened
+from chat_models import FAMILIES, of_family, opened
 
 from agentrl.chat.parsers.reasoning import THINK
 from agentrl.gateway.answers import call_shape

@@ -19,6 +19,7 @@ from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ModelError, TrajectoryError
+from agentrl.tools.base import function_schema
 
 PLAIN = """\
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
@@ -49,11 +50,17 @@ CALLS_BEFORE_RESULTS = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 TEMPLATES = {
-    "plain": PLAIN,
-    "drops thoughts": DROPS_THOUGHTS,
-    "adds an empty thought": ADDS_EMPTY_THOUGHT,
+    "plain": PLAIN, "drops thoughts": DROPS_THOUGHTS, "adds an empty thought": ADDS_EMPTY_THOUGHT,
     "calls before results": CALLS_BEFORE_RESULTS,
-}
+}  # fmt: skip
+
+
+TURN = st.tuples(
+    st.lists(st.integers(0, 255), max_size=12),
+    st.sampled_from([(), (END,), (END_OF_TEXT,)]),
+    st.sampled_from(["", "4", "<|im_end|>x", "é\n"]),
+)
+"""What is generated, what ends it, and the result of the tool behind it."""
 
 
 def start(template: str) -> tuple[ChatFormat, Conversation]:
@@ -67,17 +74,7 @@ def written(chat_format: ChatFormat, ids: Sequence[int]) -> str:
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @settings(max_examples=25, deadline=None)
-@given(
-    turns=st.lists(
-        st.tuples(
-            st.lists(st.integers(0, 255), max_size=12),
-            st.sampled_from([(), (END,), (END_OF_TEXT,)]),
-            st.sampled_from(["", "4", "<|im_end|>x", "é\n"]),
-        ),
-        min_size=1,
-        max_size=4,
-    )
-)
+@given(turns=st.lists(TURN, min_size=1, max_size=4))
 def test_a_prompt_extends_the_one_before(template: str, turns: list[Any]) -> None:
     chat_format, conversation = start(template)
     call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
@@ -117,9 +114,8 @@ def test_thoughts_stay_in_the_prompt_although_the_template_drops_them() -> None:
     generated = chat_format.tokens.encode("<think>two</think>I ask<|im_end|>")
     conversation.append_generation(generated, {"role": "assistant", "content": "<think>two</think>I ask"})
     conversation.append_messages([{"role": "tool", "content": "2"}])
-    assert "<think>two</think>I ask<|im_end|>\n<|im_start|>tool\n2" in written(
-        chat_format, conversation.prompt_ids()
-    )
+    prompt = written(chat_format, conversation.prompt_ids())
+    assert "<think>two</think>I ask<|im_end|>\n<|im_start|>tool\n2" in prompt
 
 
 def test_new_messages_are_those_since_the_last_generation() -> None:
@@ -132,10 +128,8 @@ def test_new_messages_are_those_since_the_last_generation() -> None:
 
 
 def test_a_template_that_refuses_or_repeats_is_a_trajectory_error() -> None:
-    refusing = (
-        "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endfor %}x"
-    )
-    _, conversation = start(refusing)
+    refuses = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endfor %}x"
+    _, conversation = start(refuses)
     conversation.append_generation([1], {"role": "assistant", "content": "a"})
     conversation.append_messages([{"role": "tool", "content": "2"}])
     with pytest.raises(TrajectoryError, match=r"\[user assistant tool\]: no tools here"):
@@ -147,14 +141,11 @@ def test_a_template_that_refuses_or_repeats_is_a_trajectory_error() -> None:
 
 
 def test_tools_reach_the_template() -> None:
-    chat_format = format_of(
-        "{% for t in tools %}{{ t | tojson }}{% endfor %}{% generation %}g{% endgeneration %}"
-    )
+    shows_tools = "{% for t in tools %}{{ t | tojson }}{% endfor %}{% generation %}g{% endgeneration %}"
+    chat_format = format_of(shows_tools)
     tool = {"type": "function", "function": {"name": "é<b>"}}
-    conversation = Conversation(chat_format, [{"role": "user", "content": "q"}], [tool])
-    assert written(chat_format, conversation.prompt_ids()).startswith(
-        '{"type": "function", "function": {"name": "é<b>"}}g'
-    )
+    prompt = Conversation(chat_format, [{"role": "user", "content": "q"}], [tool]).prompt_ids()
+    assert written(chat_format, prompt).startswith('{"type": "function", "function": {"name": "é<b>"}}g')
 
 
 def test_decoding_drops_what_closes_the_turn_and_nothing_else() -> None:
@@ -204,14 +195,7 @@ def test_the_template_agrees_with_transformers(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(
         '{"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}'
     )
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds.",
-            "parameters": {"properties": {"a": {"type": "integer"}}},
-        },
-    }
+    tool = function_schema("add", "Adds.", {"properties": {"a": {"type": "integer"}}})
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "é <b>"}]
     theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
         messages, tools=[tool], add_generation_prompt=True, tokenize=True, return_dict=False
@@ -239,9 +223,8 @@ def test_a_prompt_is_rendered_again_if_a_message_was_changed_in_place() -> None:
     first.append(0)
     assert chat_format.render(messages, None) == first[:-1]
     messages[0]["content"] = "1+2?"
-    assert written(chat_format, chat_format.render(messages, None)) == (
-        "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n"
-    )
+    again = written(chat_format, chat_format.render(messages, None))
+    assert again == "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_template_that_reads_the_clock_is_rendered_each_time() -> None:

@@ -15,17 +15,10 @@ from agentrl.chat.parsers.arguments import read_literal, validate_call
 from agentrl.chat.parsers.base import PARSERS, ToolCall, get_parser
 from agentrl.chat.parsers.marked import MarkedParser
 from agentrl.chat.parsers.reasoning import parse_text, split_reasoning
+from agentrl.tools.base import function_schema
 
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "object"}, "note": {"type": "string"}},
-        },
-    },
-}
+PROPERTIES = {"a": {"type": "integer"}, "b": {"type": "object"}, "note": {"type": "string"}}
+TOOL = function_schema("add", "Adds.", {"type": "object", "properties": PROPERTIES})
 LENGTH = 40_000
 
 HEADS = {

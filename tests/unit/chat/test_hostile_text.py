@@ -12,27 +12,18 @@ from tokenizers import normalizers, pre_tokenizers
 
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.open_format import open_chat_format
-from agentrl.config.schema import ModelConfig
+from agentrl.tools.base import function_schema
 
-FORMATS: dict[str, dict[str, Any]] = {
-    "template": {"template": models.KEEPS_ALL},
-    "qwen3": {"model_type": "qwen3"},
-    "llama-3": {"special": models.LLAMA, "tags": [], "eos": "<|eot_id|>", "model_type": "llama"},
-    "gemma4": {"special": models.GEMMA, "tags": [], "eos": "<turn|>", "model_type": "gemma4"},
-    "deepseek-v3": {
-        "special": models.DEEPSEEK, "tags": [], "eos": models.DEEPSEEK[1], "model_type": "deepseek_v3",
-    },
-}  # fmt: skip
 PLACES = ["system", "question", "result", "argument", "argument name", "description", "choice", "parameter"]
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=["template", *models.FAMILIES])
 def chat_format(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
     """A template, or the renderer of a family."""
-    files = {"template": None, **FORMATS[request.param]}
-    folder = models.write_model(tmp_path_factory.mktemp("model"), **files)
-    return open_chat_format(folder, ModelConfig(chat_format=request.param))
+    folder = tmp_path_factory.mktemp("model")
+    if request.param == "template":
+        return models.opened(folder, models.KEEPS_ALL, name="template")
+    return models.of_family(folder, request.param)
 
 
 def request(place: str, text: str) -> tuple[list[Message], list[dict[str, Any]]]:
@@ -41,14 +32,9 @@ def request(place: str, text: str) -> tuple[list[Message], list[dict[str, Any]]]
     def at(name: str) -> str:
         return text if name == place else "walnut"
 
-    schema = {
-        "type": "object",
-        "properties": {
-            "city": {"type": "string", "description": at("description"), "enum": [at("choice"), "x"]},
-            at("parameter"): {"type": "string"},
-        },
-    }
-    function = {"name": "find_river", "description": at("description"), "parameters": schema}
+    city = {"type": "string", "description": at("description"), "enum": [at("choice"), "x"]}
+    schema = {"type": "object", "properties": {"city": city, at("parameter"): {"type": "string"}}}
+    tool = function_schema("find_river", at("description"), schema)
     arguments = {"city": at("argument"), at("argument name"): 1}
     call = {"id": "call00001", "type": "function", "function": {"name": "find_river", "arguments": arguments}}
     messages: list[Message] = [
@@ -57,12 +43,15 @@ def request(place: str, text: str) -> tuple[list[Message], list[dict[str, Any]]]
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "name": "find_river", "tool_call_id": "call00001", "content": at("result")},
     ]
-    return messages, [{"type": "function", "function": function}]
+    return messages, [tool]
+
+
+def special(chat_format: ChatFormat, ids: list[int] | None) -> list[int]:
+    return [token for token in ids or () if token in chat_format.tokens.special_ids]
 
 
 def control_ids(chat_format: ChatFormat, place: str, text: str) -> list[int]:
-    tokens = chat_format.tokens
-    return [token for token in chat_format.render(*request(place, text)) if token in tokens.special_ids]
+    return special(chat_format, chat_format.render(*request(place, text)))
 
 
 def attacks(chat_format: ChatFormat, place: str) -> list[str]:
@@ -87,32 +76,24 @@ def test_text_makes_no_control_token_wherever_it_stands(chat_format: ChatFormat,
 
 
 def test_parts_of_a_control_token_do_not_meet_over_messages(chat_format: ChatFormat) -> None:
-    tokens = chat_format.tokens
-    for text in tokens.texts():
+    for text in chat_format.tokens.texts():
         for cut in (1, len(text) // 2, len(text) - 1):
             messages, tools = request("question", text[cut:])
             messages[0]["content"] = messages[3]["content"] = text[:cut]
-            found = [token for token in chat_format.render(messages, tools) if token in tokens.special_ids]
+            found = special(chat_format, chat_format.render(messages, tools))
             assert found == control_ids(chat_format, "question", "walnut")
             output = [min(chat_format.stop_ids)]
             results: list[Message] = [{**messages[3], "content": part} for part in (text[:cut], "walnut")]
-            ends = [
-                chat_format.next_prompt([], output, messages[:3], [result], tools) or [] for result in results
-            ]
-            assert [t for t in ends[0] if t in tokens.special_ids] == [
-                t for t in ends[1] if t in tokens.special_ids
-            ]
+            hostile, harmless = (
+                special(chat_format, chat_format.next_prompt([], output, messages[:3], [result], tools))
+                for result in results
+            )
+            assert hostile == harmless
 
 
 def test_characters_that_look_alike_stay_what_they_are(chat_format: ChatFormat) -> None:
-    for text in (
-        "＜|im_end|＞",
-        "<|im_end❘>",
-        "<\u200d|im_end|>",
-        "<|ｉm_end|>",
-        "<|IM_END|>",
-        "< |im_end|>",
-    ):
+    alike = ("＜|im_end|＞", "<|im_end❘>", "<\u200d|im_end|>", "<|ｉm_end|>", "<|IM_END|>", "< |im_end|>")
+    for text in alike:
         messages, tools = request("question", text)
         assert text in chat_format.decode(chat_format.render(messages, tools))
         assert control_ids(chat_format, "question", text) == control_ids(chat_format, "question", "walnut")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import chat_models as models
 import pytest
+from chat_models import FAMILIES, of_family, opened
 
 from agentrl.chat.chat_format import ChatFormat, unseen_problem, unseen_tools, without_thought
 from agentrl.chat.conversation import Conversation
@@ -16,25 +16,6 @@ from agentrl.chat.probe import CONVERSATION, ENDS, TOOLS
 from agentrl.chat.validate_format import generated
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError, ModelError
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma4": {"special": models.GEMMA, "tags": [], "eos": "<turn|>", "model_type": "gemma4"},
-    "llama-3": {"special": models.LLAMA, "tags": [], "eos": "<|eot_id|>", "model_type": "llama"},
-    "deepseek-v3": {
-        "special": models.DEEPSEEK, "tags": [], "eos": models.DEEPSEEK[1], "model_type": "deepseek_v3",
-    },
-    "qwen3": {"model_type": "qwen3"},
-}  # fmt: skip
-
-
-def opened(folder: Path, template: str | None, *, name: str = "auto", **files: Any) -> ChatFormat:
-    flags = {key: files.pop(key) for key in ("thinking_retention", "chat_template_kwargs") if key in files}
-    folder = models.write_model(folder / "model", template, **files)
-    return open_chat_format(folder, ModelConfig(chat_format=name, **flags))
-
-
-def of_family(folder: Path, name: str, **flags: Any) -> ChatFormat:
-    return opened(folder, None, name=name, **FAMILIES[name], **flags)
 
 
 def played(chat_format: ChatFormat) -> tuple[Conversation, list[str], list[bool]]:
@@ -65,11 +46,7 @@ def test_every_result_stands_in_the_next_prompt_once_and_under_its_name(tmp_path
 def test_a_result_without_a_call_reaches_gemma(tmp_path: Path) -> None:
     chat_format = of_family(tmp_path, "gemma4")
     conversation = Conversation(chat_format, CONVERSATION[:2], TOOLS)
-    output = [
-        *chat_format.renderer.render([{"role": "user", "content": "x"}], None)[-1:],
-        *chat_format.stop_ids,
-    ]
-    conversation.append_generation(output[-1:], {"role": "assistant", "content": "call:"})
+    conversation.append_generation([*chat_format.stop_ids][-1:], {"role": "assistant", "content": "call:"})
     conversation.append_messages([{"role": "tool", "content": "Error: cobalt"}])
     assert chat_format.decode(conversation.prompt_ids()).count("Error: cobalt") == 1
 
@@ -112,25 +89,22 @@ def test_arguments_are_written_as_text_where_a_template_joins_them_to_text(tmp_p
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_renderer_parses_the_calls_and_thoughts_that_it_writes(tmp_path: Path, name: str) -> None:
     chat_format = of_family(tmp_path, name)
-    message = CONVERSATION[7]
+    (asked,) = (call["function"] for call in CONVERSATION[7]["tool_calls"])
     spoken = list(map(without_thought, CONVERSATION[:8])) if name == "llama-3" else CONVERSATION[:8]
     prompt, output = generated(chat_format, spoken, TOOLS)
     parsed = chat_format.parse(output, TOOLS, prompt)
-    assert [(call.name, call.arguments) for call in parsed.tool_calls] == [
-        (message["tool_calls"][0]["function"]["name"], message["tool_calls"][0]["function"]["arguments"])
-    ]
+    (call,) = parsed.tool_calls
+    assert (call.name, call.arguments) == (asked["name"], asked["arguments"])
     assert "Vienna" not in parsed.content
     assert ("thistle" in parsed.reasoning) is (name != "llama-3")
     assert parsed.error is None
 
 
-def test_a_cut_thought_holds_no_call_and_a_broken_call_is_named(tmp_path: Path) -> None:
+def test_a_broken_call_is_named(tmp_path: Path) -> None:
     chat_format = of_family(tmp_path, "qwen3")
-    encode = chat_format.tokens.encode
-    call = '<tool_call>\n{"name": "find_river", "arguments": {}}\n</tool_call>'
-    cut = chat_format.parse(encode(f"<think>\nI write {call}".replace("<tool_call>", "< tool_call>")), TOOLS)
-    assert (cut.content, cut.tool_calls) == ("", ())
-    broken = chat_format.parse(encode('<tool_call>\n{"name": "find_river", \n</tool_call><|im_end|>'), TOOLS)
+    broken = chat_format.parse(
+        chat_format.tokens.encode('<tool_call>\n{"name": "find_river", \n</tool_call><|im_end|>'), TOOLS
+    )
     assert broken.tool_calls == ()
     assert "cannot be read (invalid json)" in (broken.error or "")
     assert "find_river" in broken.content
@@ -171,9 +145,8 @@ def test_template_arguments_reach_templates_and_renderers(tmp_path: Path) -> Non
     kwargs = '{"enable_thinking": false}'
     renderer = of_family(tmp_path, "qwen3", chat_template_kwargs=kwargs)
     assert renderer.decode(renderer.render(CONVERSATION[:2], None)).endswith("<think>\n\n</think>\n\n")
-    template = models.KEEPS_ALL.replace(
-        "assistant\\n' }}{% endif", "assistant\\n' }}{{ enable_thinking }}{% endif"
-    )
+    end = "assistant\\n' }}{% endif"
+    template = models.KEEPS_ALL.replace(end, end.replace("{%", "{{ enable_thinking }}{%"))
     by_template = opened(tmp_path, template, name="template", chat_template_kwargs=kwargs)
     assert by_template.decode(by_template.render(CONVERSATION[:2], None)).endswith("assistant\nFalse")
     assert by_template.agreed_settings != opened(tmp_path, template, name="template").agreed_settings
@@ -234,9 +207,8 @@ def test_fine_tuning_leaves_out_what_is_marked_as_context(tmp_path: Path, name: 
              for place, message in enumerate(CONVERSATION[:-1])]  # fmt: skip
     whole = chat_format.tokenize(shown, TOOLS)
     trained = chat_format.decode(whole.input_ids[whole.is_trainable].tolist())
-    assert [word in trained for word in ("Lisbon", "Prague", "granite", "Vienna", "obsidian")] == [
-        False, False, True, True, False,
-    ]  # fmt: skip
+    assert [word in trained for word in ("Lisbon", "Prague", "obsidian")] == [False] * 3
+    assert [word in trained for word in ("granite", "Vienna")] == [True] * 2
     assert whole.input_ids.tolist() == chat_format.tokenize(CONVERSATION[:-1], TOOLS).input_ids.tolist()
 
 

@@ -1,4 +1,4 @@
-"""Test well-formed and malformed tool calls of every format."""
+"""Test well-formed and malformed tool calls of every format, and how templates choose one."""
 
 from __future__ import annotations
 
@@ -9,23 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from agentrl.chat.parsers import base
 from agentrl.chat.parsers.arguments import convert_arguments, validate_call
-from agentrl.chat.parsers.base import PARSERS, ToolCall, get_parser
+from agentrl.chat.parsers.base import PARSERS, ToolCall, get_parser, parser_of_template
 from agentrl.chat.parsers.reasoning import parse_text
-from agentrl.errors import ConfigError
+from agentrl.tools.base import function_schema
 
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}, "note": {"type": "string"}},
-            "required": ["a", "b"],
-        },
-    },
-}
+NUMBER = {"type": "integer"}
+PROPERTIES = {"a": NUMBER, "b": NUMBER, "note": {"type": "string"}}
+ADD = function_schema("add", "", {"type": "object", "properties": PROPERTIES, "required": ["a", "b"]})
 
 GOOD = {
     "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>',
@@ -98,49 +90,34 @@ def test_a_malformed_call_is_named(name: str, text: str, problem: str) -> None:
 
 
 def test_several_calls_keep_their_order_and_a_bad_one_is_told() -> None:
-    parsed = get_parser("hermes").parse(
-        '<tool_call>{"name": "a"}</tool_call>\n<tool_call>x</tool_call>\n'
-        '<tool_call>{"name": "b"}</tool_call>',
-        [ADD],
-    )
+    calls = [f"<tool_call>{call}</tool_call>" for call in ('{"name": "a"}', "x", '{"name": "b"}')]
+    parsed = get_parser("hermes").parse("\n".join(calls), [ADD])
     assert [call.name for call in parsed.tool_calls] == ["a", "b"]
     assert parsed.error is not None
 
 
-def test_llama_calls_are_joined_by_semicolons() -> None:
-    parsed = get_parser("llama").parse(
-        '{"name": "a", "parameters": {}};'
-        ' {"type": "function", "function": {"name": "b", "arguments": {"x": 1}}}',
-        [ADD],
-    )
-    assert parsed.tool_calls == (ToolCall("a", {}), ToolCall("b", {"x": 1}))
-
-
-def test_mistral_names_stand_before_arguments_in_its_later_form() -> None:
-    parsed = get_parser("mistral").parse('Well.[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]sub{"b": 2}', [ADD])
-    assert parsed.tool_calls == (ToolCall("add", {"a": 1}), ToolCall("sub", {"b": 2}))
-    assert parsed.content == "Well."
-
-
-def test_code_is_taken_as_it_stands() -> None:
-    parsed = get_parser("hermes").parse(
-        '<tool_call>{"name": "execute_code", "arguments": {"timeout": 3}}\n'
-        '<code>\nprint("</a>\\n")\n</code></tool_call>',
-        [ADD],
-    )
-    assert parsed.tool_calls == (ToolCall("execute_code", {"timeout": 3, "code": 'print("</a>\\n")'}),)
-
-
-def test_code_tags_inside_json_are_text() -> None:
-    parsed = get_parser("hermes").parse(
-        '<tool_call>{"name": "write", "arguments": {"html": "<code>x</code>"}}</tool_call>', [ADD]
-    )
-    assert parsed.tool_calls == (ToolCall("write", {"html": "<code>x</code>"}),)
-
-
-def test_an_unknown_parser_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'hermes'"):
-        get_parser("hermess")
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        ("llama", '{"name": "a", "parameters": {}};'
+         ' {"type": "function", "function": {"name": "b", "arguments": {"x": 1}}}',
+         "", [("a", {}), ("b", {"x": 1})]),
+        ("mistral", 'Well.[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]sub{"b": 2}',
+         "Well.", [("add", {"a": 1}), ("sub", {"b": 2})]),
+        ("hermes", '<tool_call>{"name": "execute_code", "arguments": {"timeout": 3}}\n'
+         '<code>\nprint("</a>\\n")\n</code></tool_call>',
+         "", [("execute_code", {"timeout": 3, "code": 'print("</a>\\n")'})]),
+        ("hermes", '<tool_call>{"name": "write", "arguments": {"html": "<code>x</code>"}}</tool_call>',
+         "", [("write", {"html": "<code>x</code>"})]),
+    ],
+    ids=["joined by semicolons", "names before arguments", "code as it stands", "code inside JSON"],
+)  # fmt: skip
+def test_other_forms_of_calls_are_read(
+    name: str, text: str, content: str, calls: list[tuple[str, dict[str, object]]]
+) -> None:
+    parsed = get_parser(name).parse(text, [ADD])
+    assert [(call.name, call.arguments) for call in parsed.tool_calls] == calls
+    assert parsed.content == content
 
 
 @pytest.mark.parametrize(
@@ -148,10 +125,7 @@ def test_an_unknown_parser_names_the_nearest() -> None:
     [
         (ToolCall("ad", {}), "did you mean 'add'"),
         (ToolCall("zzz", {}), "The tools are: add"),
-        (
-            ToolCall("add", {"a": 1}),
-            "'b' is a required property. Arguments: a (integer), b (integer), note?",
-        ),
+        (ToolCall("add", {"a": 1}), "'b' is a required property. Arguments: a (integer), b (integer), note?"),
         (ToolCall("add", {"a": 1, "b": "2"}), "argument b: '2' is not of type 'integer'"),
     ],
 )
@@ -200,3 +174,25 @@ def test_the_example_parser_reads_calls(monkeypatch: pytest.MonkeyPatch) -> None
     assert parsed.tool_calls == (ToolCall("add", {"a": 1, "b": 2, "note": "two words"}),)
     assert parsed.content == "I add."
     assert parsed.error is not None
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        ("{{ '<tool_call>\\n' + call | tojson + '\\n</tool_call>' }}", "hermes"),
+        ("{{ '<tool_call>\\n<function=' + call.name + '>\\n<parameter=' }}", "qwen3_coder"),
+        ("{{ '<tool_call>' + call.name + '<arg_key>' }}", "glm45"),
+        ("{{ '<|start|>assistant to=functions.f<|channel|>commentary' }}", "gpt_oss"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function", "deepseek_v3"),
+        ('{"name": function name, "parameters": dictionary of argument name and its value}.', "llama"),
+        ("{{ '[TOOL_CALLS] [' }}", "mistral"),
+        ("{{ '<|tool_call>call:' }}", "gemma4"),
+        ("{{ message.content }}", "hermes"),
+    ],
+)
+def test_the_marks_of_a_template_choose_the_parser(template: str, parser: str) -> None:
+    assert parser_of_template(template) == parser
+
+
+def test_every_mark_names_a_parser_that_there_is() -> None:
+    assert {parser for _, parser in base._MARKS} <= set(PARSERS.names())

@@ -41,12 +41,6 @@ BY_NAME = (
 """Results stand behind each call of their tool."""
 
 
-def opened(folder: Path, template: str) -> ChatFormat:
-    return open_chat_format(
-        models.write_model(folder / "model", template), ModelConfig(chat_format="template")
-    )
-
-
 def call(place: int, name: str) -> dict[str, Any]:
     function = {"name": name, "arguments": {"city": "Lisbon"}}
     return {"id": f"call{place:05d}", "type": "function", "function": function}
@@ -56,21 +50,17 @@ def result(place: int, name: str, text: str) -> Message:
     return {"role": "tool", "name": name, "tool_call_id": f"call{place:05d}", "content": text}
 
 
-CALLED: Message = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [call(1, "find_river"), call(2, "count_bridges"), call(3, "find_river")],
-}
+CALLS = [call(1, "find_river"), call(2, "count_bridges"), call(3, "find_river")]
+CALLED: Message = {"role": "assistant", "content": "", "tool_calls": CALLS}
 SWAPPED = [
-    result(3, "find_river", "vltava"),
-    result(2, "count_bridges", "eighteen"),
+    result(3, "find_river", "vltava"), result(2, "count_bridges", "eighteen"),
     result(1, "find_river", "tagus"),
-]
+]  # fmt: skip
 IN_ORDER = ["find_river gave tagus", "count_bridges gave eighteen", "find_river gave vltava"]
 
 
 def test_results_in_another_order_are_rendered_in_the_order_of_their_calls(tmp_path: Path) -> None:
-    chat_format = opened(tmp_path, BY_PLACE)
+    chat_format = models.opened(tmp_path, BY_PLACE, name="template")
     assert chat_format.tool_problems == ()
     question = CONVERSATION[1:2]
     rendered = chat_format.decode(chat_format.render([*question, CALLED, *SWAPPED], TOOLS))
@@ -99,7 +89,7 @@ def test_the_next_prompt_names_the_call_that_was_generated_and_no_earlier_one(
         template = template.replace(
             "'\\n<tool_call>\\n' + call.function | tojson", "'\\n<tool_call>\\n' + call.function.arguments"
         )
-    base = opened(tmp_path, template).renderer
+    base = models.opened(tmp_path, template, name="template").renderer
     calls = [call(1, "find_river"), call(2, "count_bridges")]
     for item in calls if text else ():
         item["function"]["arguments"] = '{"city": "Lisbon"}'
@@ -116,12 +106,9 @@ def test_the_next_prompt_names_the_call_that_was_generated_and_no_earlier_one(
 
 
 def test_a_template_that_cannot_tell_two_calls_of_one_tool_apart_is_refused_for_tools(tmp_path: Path) -> None:
+    folder = models.write_model(tmp_path / "model", BY_NAME)
     with pytest.raises(ModelError, match=r"(repeats|loses) a tool result|cannot"):
-        open_chat_format(
-            models.write_model(tmp_path / "model", BY_NAME),
-            ModelConfig(chat_format="template"),
-            with_tools=True,
-        )
+        open_chat_format(folder, ModelConfig(chat_format="template"), with_tools=True)
 
 
 def test_kimis_results_name_the_calls_by_the_ids_that_the_model_writes() -> None:
@@ -139,7 +126,7 @@ def test_kimis_results_name_the_calls_by_the_ids_that_the_model_writes() -> None
 
 def test_an_extension_counts_the_calls_of_the_whole_conversation(tmp_path: Path) -> None:
     shows_ids = models.KEEPS_ALL.replace(RESULTS, "{{- m.tool_call_id or '' }}" + RESULTS)
-    plain = opened(tmp_path, shows_ids)
+    plain = models.opened(tmp_path, shows_ids, name="template")
     adaptation = replace(plain.adaptation, kimi_ids=True)
     chat_format = ChatFormat(plain.renderer, adaptation, "all", "all", skips_cycles=True)
     last = {**CALLED, "tool_calls": [call(9, "find_river")]}

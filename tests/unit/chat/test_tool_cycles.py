@@ -9,14 +9,9 @@ import chat_models as models
 import pytest
 
 from agentrl.chat.chat_format import ChatFormat, Message, without_cycle
-from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.probe import CONVERSATION, TOOLS
-from agentrl.config.schema import ModelConfig
 
-INDEPENDENT = {
-    "keeps all thoughts": models.KEEPS_ALL,
-    "keeps the thoughts of a cycle": models.KEEPS_CYCLE,
-}
+INDEPENDENT = {"keeps all thoughts": models.KEEPS_ALL, "keeps the thoughts of a cycle": models.KEEPS_CYCLE}
 PROMPT = "{{ '<|im_start|>assistant\\n' }}"
 DEPENDENT = {
     "attributes results to the last call": models.RESULTS_OF_F,
@@ -35,12 +30,6 @@ DEPENDENT = {
 CYCLES = [*CONVERSATION[:2], *CONVERSATION[2:5] * 6]
 
 
-def opened(folder: Path, template: str) -> ChatFormat:
-    return open_chat_format(
-        models.write_model(folder / "model", template), ModelConfig(chat_format="template")
-    )
-
-
 def extended(chat_format: ChatFormat, new: list[Message]) -> list[int] | None:
     return chat_format.next_prompt([], [min(chat_format.stop_ids)], [*CYCLES, CONVERSATION[7]], new, TOOLS)
 
@@ -53,7 +42,7 @@ def always_whole(chat_format: ChatFormat) -> ChatFormat:
 def test_a_template_that_ignores_the_cycle_gets_the_same_ids_without_it(
     tmp_path: Path, template: str
 ) -> None:
-    chat_format = opened(tmp_path, template)
+    chat_format = models.opened(tmp_path, template, name="template")
     assert chat_format.skips_cycles
     for new in ([CONVERSATION[8]], [{"role": "tool", "content": "an error"}], [CONVERSATION[10]]):
         assert extended(chat_format, new) == extended(always_whole(chat_format), new)
@@ -61,13 +50,13 @@ def test_a_template_that_ignores_the_cycle_gets_the_same_ids_without_it(
 
 @pytest.mark.parametrize("template", DEPENDENT.values(), ids=DEPENDENT)
 def test_a_template_that_reads_the_cycle_gets_it_whole(tmp_path: Path, template: str) -> None:
-    chat_format = opened(tmp_path, template)
+    chat_format = models.opened(tmp_path, template, name="template")
     assert not chat_format.skips_cycles
     assert extended(chat_format, [CONVERSATION[8]]) == extended(always_whole(chat_format), [CONVERSATION[8]])
 
 
 def test_a_long_cycle_is_not_rendered_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chat_format = opened(tmp_path, models.KEEPS_ALL)
+    chat_format = models.opened(tmp_path, models.KEEPS_ALL, name="template")
     rendered: list[int] = []
     render = chat_format.renderer.template.render  # type: ignore[attr-defined]
 

@@ -10,7 +10,6 @@ import pytest
 
 from agentrl import __version__
 from agentrl.cli import main as cli
-from agentrl.config.commands import function_of
 from agentrl.errors import AgentRLError, ConfigError, LeaseLostError
 
 HEAVY = ("torch", "matplotlib", "fastapi", "transformers.models.auto")
@@ -28,9 +27,8 @@ sys.exit(code)
 
 
 def _probe(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", _PROBE, *words], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, "-c", _PROBE, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_the_installed_command_finds_modules_of_the_working_folder(tmp_path: Path) -> None:
@@ -73,11 +71,6 @@ def test_a_wrong_flag_ends_with_2_and_imports_nothing_heavy(words: list[str]) ->
     assert f"agentrl {words[0]}: error:" in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stderr.splitlines()[-1] == "heavy: []"
-
-
-def test_every_command_has_a_main() -> None:
-    for command in cli.COMMANDS:
-        assert callable(function_of(command))
 
 
 def test_no_words_print_the_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,18 +29,15 @@ def test_a_figure_cannot_end_its_script_element() -> None:
 
 
 def test_what_is_no_finite_number_is_a_gap() -> None:
-    chart = Chart(
-        id="a", title="t", series=[Series(name="s", x=[1, 2, 3], y=[float("nan"), None, 1.23456789])]
-    )
+    chart = Chart(id="a", title="t", series=[Series(name="s", x=[1, 2, 3], y=[math.nan, None, 1.23456789])])
     assert json.loads(str(chart.json()))["data"][0][1] == [None, None, 1.23457]
     assert not chart.empty
     assert Chart(id="a", title="t", series=[Series(name="s", x=[1], y=[float("inf")])]).empty
 
 
 def test_the_table_joins_series_by_x() -> None:
-    chart = Chart(
-        id="a", title="t", series=[Series(name="p", x=[1, 2], y=[5, 6]), Series(name="q", x=[2], y=[0.5])]
-    )
+    series = [Series(name="p", x=[1, 2], y=[5, 6]), Series(name="q", x=[2], y=[0.5])]
+    chart = Chart(id="a", title="t", series=series)
     assert chart.columns == ["step", "p", "q"]
     assert chart.rows == [["1", "5", ""], ["2", "6", "0.500"]]
 

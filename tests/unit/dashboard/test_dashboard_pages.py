@@ -78,11 +78,8 @@ def test_ratio_and_entropy_are_those_of_a_step_and_small_drifts_are_plain() -> N
 def test_two_trajectories_part_at_their_first_difference() -> None:
     same, other = call(0, None, "I add 2 and 2"), call(1, 0, "It is 4")
     pairs = pair_turns([same, other], [same, replace(other, response={"content": "It is 5"}), call(2, 1)])
-    assert [(pair.is_same, pair.parts_here) for pair in pairs] == [
-        (True, False),
-        (False, True),
-        (False, False),
-    ]
+    assert [pair.is_same for pair in pairs] == [True, False, False]
+    assert [pair.parts_here for pair in pairs] == [False, True, False]
     assert pairs[1].left is not None
     assert pairs[1].right is not None
     assert (pairs[1].left.same, pairs[1].left.rest) == ("I", " think\nIt is 4")

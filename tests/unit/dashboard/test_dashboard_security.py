@@ -6,8 +6,8 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx2
 import pytest
+from httpx2 import ASGITransport, AsyncClient
 
 from agentrl.bounded_http import _Server
 from agentrl.config.schema import RunConfig
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.attack
 
 
 @pytest.fixture
-async def guarded() -> AsyncIterator[httpx2.AsyncClient]:
+async def guarded() -> AsyncIterator[AsyncClient]:
     app = create_app(DashboardOptions(run=RunConfig(), token=TOKEN, hosts=("board.example",)))
-    transport = httpx2.ASGITransport(app)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8900") as client:
+    transport = ASGITransport(app)
+    async with AsyncClient(transport=transport, base_url="http://127.0.0.1:8900") as client:
         yield client
 
 
-async def test_without_the_token_nothing_is_shown(guarded: httpx2.AsyncClient) -> None:
+async def test_without_the_token_nothing_is_shown(guarded: AsyncClient) -> None:
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Cookie": "agentrl_token=wrong"}):
         answer = await guarded.get(asset("style.css"), headers=headers)
         assert answer.status_code == 401
@@ -37,9 +37,7 @@ async def test_without_the_token_nothing_is_shown(guarded: httpx2.AsyncClient) -
     assert (await guarded.get("/?token=wrong")).status_code == 401
 
 
-async def test_the_first_visit_leaves_a_cookie_and_no_token_in_the_address(
-    guarded: httpx2.AsyncClient,
-) -> None:
+async def test_the_first_visit_leaves_a_cookie_and_no_token_in_the_address(guarded: AsyncClient) -> None:
     first = await guarded.get(f"{asset('style.css')}?token={TOKEN}&x=1")
     assert first.status_code == 303
     assert first.headers["location"] == f"{asset('style.css')}?x=1"
@@ -50,12 +48,12 @@ async def test_the_first_visit_leaves_a_cookie_and_no_token_in_the_address(
     assert (await guarded.get(asset("style.css"))).status_code == 200
 
 
-async def test_a_script_sends_the_token_as_a_bearer_token(guarded: httpx2.AsyncClient) -> None:
+async def test_a_script_sends_the_token_as_a_bearer_token(guarded: AsyncClient) -> None:
     answer = await guarded.get(asset("style.css"), headers={"Authorization": f"Bearer {TOKEN}"})
     assert answer.status_code == 200
 
 
-async def test_a_redirect_stays_on_this_host(guarded: httpx2.AsyncClient) -> None:
+async def test_a_redirect_stays_on_this_host(guarded: AsyncClient) -> None:
     answer = await guarded.get(f"http://127.0.0.1:8900//evil.example/?token={TOKEN}")
     assert answer.headers["location"] == "/evil.example/"
 
@@ -69,12 +67,12 @@ async def test_a_redirect_stays_on_this_host(guarded: httpx2.AsyncClient) -> Non
 )  # fmt: skip
 async def test_only_own_hosts_are_answered(host: str, status: int) -> None:
     app = create_app(DashboardOptions(run=RunConfig(), hosts=("board.example",)))
-    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
+    async with AsyncClient(transport=ASGITransport(app), base_url="http://x") as client:
         answer = await client.get(asset("style.css"), headers={"Host": host})
     assert answer.status_code == status
 
 
-async def test_every_response_forbids_foreign_and_inline_scripts(guarded: httpx2.AsyncClient) -> None:
+async def test_every_response_forbids_foreign_and_inline_scripts(guarded: AsyncClient) -> None:
     for path in ("/nothing", "/?token=wrong"):
         answer = await guarded.get(path, headers={"Authorization": f"Bearer {TOKEN}"})
         policy = answer.headers["content-security-policy"]
@@ -85,7 +83,7 @@ async def test_every_response_forbids_foreign_and_inline_scripts(guarded: httpx2
         assert answer.headers["referrer-policy"] == "no-referrer"
 
 
-async def test_what_draws_charts_comes_with_the_dashboard(guarded: httpx2.AsyncClient) -> None:
+async def test_what_draws_charts_comes_with_the_dashboard(guarded: AsyncClient) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}", "Accept-Encoding": "identity"}
     answer = await guarded.get(asset("uPlot.min.js"), headers=headers)
     assert answer.status_code == 200
@@ -94,14 +92,19 @@ async def test_what_draws_charts_comes_with_the_dashboard(guarded: httpx2.AsyncC
     assert (await guarded.get("/static/1/../options.py", headers=headers)).status_code == 404
 
 
+def token_file(folder: Path, content: str) -> Path:
+    """Write a file that only its owner may read."""
+    file = folder / "token"
+    file.touch(0o600)
+    file.write_text(content, encoding="utf-8")
+    return file
+
+
 def test_every_dashboard_has_a_token_also_on_loopback(tmp_path: Path) -> None:
     made = {_token(None) for _ in range(3)}
     assert len(made) == 3
     assert min(map(len, made)) > 40
-    file = tmp_path / "token"
-    file.touch(0o600)
-    file.write_text(f"{TOKEN}\n", encoding="utf-8")
-    assert _token(file) == TOKEN
+    assert _token(token_file(tmp_path, f"{TOKEN}\n")) == TOKEN
 
 
 async def test_only_a_token_that_is_made_here_is_printed(
@@ -112,11 +115,8 @@ async def test_only_a_token_that_is_made_here_is_printed(
             listener.close()
 
     monkeypatch.setattr(_Server, "serve", close)
-    file = tmp_path / "token"
-    file.touch(0o600)
-    file.write_text(TOKEN, encoding="utf-8")
     said: list[str] = []
-    await serve(RunConfig(), said.append, host="0.0.0.0", token_file=file)
+    await serve(RunConfig(), said.append, host="0.0.0.0", token_file=token_file(tmp_path, TOKEN))
     await serve(RunConfig(), said.append, host="0.0.0.0")
     assert said[0].endswith("/")
     assert "?token=" in said[1]
@@ -124,10 +124,7 @@ async def test_only_a_token_that_is_made_here_is_printed(
 
 @pytest.mark.parametrize("content", ["short", "", "a token with spaces in it", None])
 def test_a_useless_token_file_is_refused(tmp_path: Path, content: str | None) -> None:
-    file = tmp_path / "token"
-    if content is not None:
-        file.touch(0o600)
-        file.write_text(content, encoding="utf-8")
+    file = tmp_path / "token" if content is None else token_file(tmp_path, content)
     with pytest.raises(ConfigError, match="token"):
         _token(file)
 

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.template_renderer import TemplateRenderer
 from agentrl.config.schema import ModelConfig
+from agentrl.tools.base import function_schema
 
 ROOT = Path(__file__).parents[3]
 TEMPLATE = ROOT / "assets/chat_templates/smollm2_tools.jinja"
@@ -82,13 +83,11 @@ def test_a_prefix_renders_as_a_token_prefix(
     folder: Path, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
 ) -> None:
     chat_format = opened(folder)
-    whole = chat_format.tokens.encode(
-        chat_format.template.render(messages, tools, add_generation_prompt=False)
-    )
+    render, encode = chat_format.template.render, chat_format.tokens.encode
+    whole = encode(render(messages, tools, add_generation_prompt=False))
     for end in range(1, len(messages) + 1):
         speaks_next = end < len(messages) and messages[end]["role"] == "assistant"
-        text = chat_format.template.render(messages[:end], tools, add_generation_prompt=speaks_next)
-        part = chat_format.tokens.encode(text)
+        part = encode(render(messages[:end], tools, add_generation_prompt=speaks_next))
         assert whole[: len(part)] == part, f"after {end} messages"
 
 
@@ -99,19 +98,13 @@ def test_generation_marks_cover_the_assistants_tokens(folder: Path, messages: li
         messages, tools=CALCULATOR_TOOLS, return_dict=True, return_assistant_tokens_mask=True
     )
     chat_format = opened(folder)
+    render, encode = chat_format.template.render, chat_format.tokens.encode
     expected = [0] * len(rendered["input_ids"])
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = chat_format.template.render(
-                messages[:index], CALCULATOR_TOOLS, add_generation_prompt=True
-            )
-            after = chat_format.template.render(
-                messages[: index + 1], CALCULATOR_TOOLS, add_generation_prompt=False
-            )
-            start, end = (
-                len(chat_format.tokens.encode(before)),
-                len(chat_format.tokens.encode(after.removesuffix("\n"))),
-            )
+            before = render(messages[:index], CALCULATOR_TOOLS, add_generation_prompt=True)
+            after = render(messages[: index + 1], CALCULATOR_TOOLS, add_generation_prompt=False)
+            start, end = len(encode(before)), len(encode(after.removesuffix("\n")))
             expected[start:end] = [1] * (end - start)
     assert rendered["assistant_masks"] == expected
 
@@ -126,16 +119,12 @@ def test_both_readers_of_the_template_agree(folder: Path) -> None:
 
 
 def test_tools_are_listed_as_the_calls_that_invoke_them(tiny_folder: Path) -> None:
-    schema = {
-        "properties": {
-            "city": {"type": "string", "title": "City"},
-            "unit": {"enum": ["C", "F"]},
-            "days": {"type": "array", "items": {"type": "integer"}},
-        },
-        "required": ["city"],
+    properties = {
+        "city": {"type": "string", "title": "City"},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "array", "items": {"type": "integer"}},
     }
-    function = {"name": "weather", "description": " Says. ", "parameters": schema}
-    tool = {"type": "function", "function": function}
+    tool = function_schema("weather", " Says. ", {"properties": properties, "required": ["city"]})
     text = opened(tiny_folder).template.render(
         [{"role": "user", "content": "Hi"}], [tool, *CALCULATOR_TOOLS], add_generation_prompt=True
     )

@@ -50,9 +50,8 @@ def test_the_worked_examples_call_the_tool_that_the_parser_reads() -> None:
     parsed = get_parser("hermes").parse(tasks.call_text("5 * 7"), ())
     assert tasks.worked_examples()[2]["tool_calls"] == [tasks.tool_call("5 * 7")]
     assert parsed.error is None
-    assert [(found.name, found.arguments) for found in parsed.tool_calls] == [
-        ("calculate", {"expression": "5 * 7"})
-    ]
+    (found,) = parsed.tool_calls
+    assert (found.name, found.arguments) == ("calculate", {"expression": "5 * 7"})
 
 
 async def test_the_schema_names_what_the_server_offers() -> None:

@@ -100,13 +100,8 @@ def test_a_skypilot_task_takes_its_connection_string_as_a_secret(name: str) -> N
     task = yaml.safe_load((DEPLOY / f"skypilot/{name}.yaml").read_text(encoding="utf-8"))
     assert task["secrets"] == {"MONGO_URI": None}
     assert "MONGO_URI" not in task["run"] + task["setup"]
-    words = (
-        task["run"]
-        .replace("\\\n", " ")
-        .split("agentrl.train " if name == "trainer" else "sample ")[-1]
-        .split()
-    )
-    words = [word.strip('"') for word in words]
+    line = task["run"].replace("\\\n", " ").split("agentrl.train " if name == "trainer" else "sample ")[-1]
+    words = [word.strip('"') for word in line.split()]
     words[words.index("--config") : words.index("--config") + 2] = []
     words[words.index("--run_name") + 1] = "my_run"
     configs = parse(words, command="agentrl sample", description="", shown=())

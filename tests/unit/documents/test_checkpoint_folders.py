@@ -21,6 +21,7 @@ NAMES = (
     "checkpoint-000010", "checkpoint-000002", "checkpoint-000004-3", "undone-checkpoint-000012",
     ".tmp-checkpoint-000013-7", "checkpoint-best", "weights",
 )  # fmt: skip
+STATE_7 = CheckpointState(run_name="r", step=7, policy_version=6, train_steps=("1/1",), architecture={})
 
 
 def write(folder: Path, text: str = "{}") -> None:
@@ -41,9 +42,7 @@ def test_the_last_trainers_newest_checkpoint_is_last(tmp_path: Path) -> None:
 
 
 def test_a_state_is_read_with_or_without_an_attempt(tmp_path: Path) -> None:
-    state = CheckpointState(
-        run_name="r", step=7, policy_version=6, train_steps=("1/1",), architecture={}, attempt=2
-    )
+    state = dataclasses.replace(STATE_7, attempt=2)
     content = dataclasses.asdict(state)
     write(tmp_path / state.folder_name, json.dumps(content | {"of_later": 1}))
     assert [item.state for item in read_checkpoints(tmp_path)] == [state]
@@ -53,9 +52,8 @@ def test_a_state_is_read_with_or_without_an_attempt(tmp_path: Path) -> None:
 
 
 def test_renamed_and_unfinished_checkpoints_are_read_too(tmp_path: Path) -> None:
-    state = CheckpointState(run_name="r", step=7, policy_version=6, train_steps=("1/1",), architecture={})
     for step, name in enumerate(NAMES):
-        write(tmp_path / name, json.dumps(dataclasses.asdict(dataclasses.replace(state, step=step))))
+        write(tmp_path / name, json.dumps(dataclasses.asdict(dataclasses.replace(STATE_7, step=step))))
     assert [item.folder.name for item in read_checkpoints(tmp_path)] == [*NAMES[:3], "checkpoint-best"]
     assert [item.folder.name for item in read_checkpoints(tmp_path, undone=True)] == list(NAMES[:-1])
 

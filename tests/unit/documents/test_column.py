@@ -75,9 +75,8 @@ def test_selected_and_joined_parts_have_their_tokens_values() -> None:
 
 
 def test_a_column_of_other_tokens_names_both_counts() -> None:
-    column = Column(
-        id="r/teacher", record="r", task="t", split="train", name="teacher", values=pack_floats([-1.0])
-    )
+    values = pack_floats([-1.0])
+    column = Column(id="r/teacher", record="r", task="t", split="train", name="teacher", values=values)
     assert TokenColumns.of_record([column], 1).values["teacher"].tolist() == [-1.0]
     with pytest.raises(StoreError, match="has 1 values, and its Record has 2 generated tokens"):
         TokenColumns.of_record([column], 2)

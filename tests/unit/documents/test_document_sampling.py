@@ -54,9 +54,7 @@ def test_each_engine_has_its_own_order(changes: dict[str, Any], local: str, sgla
 
 
 def test_the_original_scripts_parameters_are_read() -> None:
-    text = (
-        '{"temperature": 1, "top_p": 1, "min_p": 0, "top_k": -1, "stop_token_ids": [2, 3], "extra": {"n": 1}}'
-    )
+    text = '{"temperature": 1, "min_p": 0, "top_k": -1, "stop_token_ids": [2, 3], "extra": {"n": 1}}'
     params = SamplingParams.from_json(text)
     assert (params.temperature, params.top_k, params.stop_token_ids) == (1.0, -1, (2, 3))
     request = params.replace(max_new_tokens=5).to_request()
@@ -72,7 +70,7 @@ def test_nothing_means_the_policy_itself(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"temprature": 1}', "temprature"),
+        ('{"temprature": 1}', "(?s)temprature.*temperature"),
         ('{"top_p": "high"}', "top_p"),
         ('{"top_k": 1.5}', "top_k"),
         ('{"top_k": 0}', "top_k"),
@@ -88,17 +86,13 @@ def test_a_wrong_parameter_is_named(text: str, message: str) -> None:
         SamplingParams.from_json(text)
 
 
-def test_the_nearest_name_is_offered() -> None:
-    with pytest.raises(ConfigError, match="temperature"):
-        SamplingParams.from_json('{"temprature": 1}')
-
-
 def test_a_seed_follows_from_its_key_alone() -> None:
+    places = [(0, 0), (0, 1), (1, 0), (1, 1)]
     params = SamplingParams()
-    seeds = [params.seeded(0, "train/0/a", traj, turn).extra["sampling_seed"] for traj, turn in PLACES]
-    again = [params.seeded(0, "train/0/a", traj, turn).extra["sampling_seed"] for traj, turn in PLACES]
+    seeds = [params.seeded(0, "train/0/a", traj, turn).extra["sampling_seed"] for traj, turn in places]
+    again = [params.seeded(0, "train/0/a", traj, turn).extra["sampling_seed"] for traj, turn in places]
     assert seeds == again
-    assert len(set(seeds)) == len(PLACES)
+    assert len(set(seeds)) == len(places)
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert params.seeded(1, "train/0/a", 0, 0).extra["sampling_seed"] not in seeds
 
@@ -106,6 +100,3 @@ def test_a_seed_follows_from_its_key_alone() -> None:
 def test_a_seed_that_a_person_gives_stays() -> None:
     params = SamplingParams.from_json('{"extra": {"sampling_seed": 5}}')
     assert params.seeded(1, 2) is params
-
-
-PLACES = [(0, 0), (0, 1), (1, 0), (1, 1)]

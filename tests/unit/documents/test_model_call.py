@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import bson
 import pytest
+from made_documents import made_call
 
 from agentrl.documents.model_call import (
-    DispatchedSamplingTask,
     ToolExecution,
     full_messages,
     read_message,
     storable_message,
     strip_tool_results,
-)  # fmt: skip
-from agentrl.documents.status import CallStatus
+)
 
 RESULT = ToolExecution(name="add", arguments={"a": 1}, result="3", error=False, seconds=0.1)
 ERROR = ToolExecution(name="add", arguments={}, result="no such thing", error=True, seconds=0.1)
@@ -27,26 +24,17 @@ READ = (
 )
 
 
-def make_call(index: int, **changes: object) -> DispatchedSamplingTask:
-    call = DispatchedSamplingTask(
-        id=f"r/{index}", record="r", index=index, parent=None, status=CallStatus.COMPLETED, messages=(),
-        response={"content": "!"}, finish_reason="stop", versions=(), prompt_tokens=1, generated_tokens=1,
-        engine="e", generate_seconds=0.1, context_ids=b"", output_ids=b"", logprobs=b"",
-    )  # fmt: skip
-    return dataclasses.replace(call, **changes)
-
-
 def test_results_are_named_and_put_back() -> None:
     stored = strip_tool_results(READ, [RESULT, ERROR])
     assert [message.get("execution") for message in stored] == [0, None, 1, None]
     assert "content" not in stored[0]
-    parent = make_call(0, tool_executions=(RESULT, ERROR))
-    assert full_messages(make_call(1, messages=stored), parent) == READ
+    parent = made_call("r", 0, tool_executions=(RESULT, ERROR))
+    assert full_messages(made_call("r", 1, messages=stored), parent) == READ
 
 
 def test_messages_without_executions_stay_as_they_are() -> None:
     assert strip_tool_results(READ, ()) == READ
-    assert full_messages(make_call(0, messages=READ), None) == READ
+    assert full_messages(made_call("r", 0, messages=READ), None) == READ
 
 
 def nested(levels: int) -> list[object]:
@@ -64,17 +52,14 @@ def test_arguments_that_bson_cannot_hold_come_back_as_they_were(arguments: dict[
     stored = storable_message(response)
     assert isinstance(stored["tool_calls"][0]["function"]["arguments"], str)
     bson.encode(stored)
-    call = make_call(0, response=stored, messages=(storable_message({"role": "assistant", **response}),))
+    call = made_call("r", 0, response=stored, messages=(storable_message({"role": "assistant", **response}),))
     assert call.message == {"role": "assistant", **response}
     assert full_messages(call, None) == (call.message,)
 
 
 def test_arguments_that_bson_holds_are_stored_as_they_are() -> None:
-    own = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "f", "arguments": {"n": 1.5}}}],
-    }
+    calls = [{"function": {"name": "f", "arguments": {"n": 1.5}}}]
+    own = {"role": "assistant", "content": "", "tool_calls": calls}
     assert storable_message(own) == own
     odd = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{not JSON"}}, 5]}
     assert read_message(storable_message(odd)) == odd

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_documents import made_call
 from numpy.typing import NDArray
 
 from agentrl.data.token_tree import build_tree
-from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.routing import (
     ExpertShape,
     free_routing,
@@ -19,7 +20,6 @@ from agentrl.documents.routing import (
     unpack_routing,
     without_first,
 )
-from agentrl.documents.status import CallStatus
 
 SHAPE = ExpertShape(layers=3, top_k=2, experts=8)
 
@@ -86,12 +86,9 @@ def test_another_models_routing_is_named(shape: ExpertShape, message: str) -> No
 def call(
     index: int, parent: int | None, before: int, context: int, output: int, routing: bytes
 ) -> DispatchedSamplingTask:
-    return DispatchedSamplingTask(
-        id=f"r/{index}", record="r", index=index, parent=None if parent is None else f"r/{parent}",
-        status=CallStatus.COMPLETED, messages=(), response={}, finish_reason="stop",
-        versions=(VersionSpan(version=0, start=0, end=output),), prompt_tokens=before + context,
-        generated_tokens=output, engine="e", generate_seconds=0.0, context_ids=pack_ids(range(context)),
-        output_ids=pack_ids(range(output)), logprobs=pack_floats([0.0] * output), routing=routing,
+    return made_call(
+        "r", index, parent=parent, context=range(context), output=range(output), routing=routing,
+        prompt_tokens=before + context,
     )  # fmt: skip
 
 

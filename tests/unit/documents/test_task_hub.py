@@ -95,20 +95,21 @@ def hub() -> Iterator[str]:
     server.server_close()
 
 
+READS = """
+import sys
+from agentrl.environments.tasks import read_task_source
+from agentrl.errors import AgentRLError
+for source in sys.argv[1:]:
+    split = "eval" if source.startswith("eval=") else "train"
+    try:
+        tasks = read_task_source(source.removeprefix("eval="), split=split, shuffle=False).tasks
+        print(len(tasks), tasks[0].query, tasks[0].answer)
+    except AgentRLError as error:
+        print(error.message, "→", error.hint)
+"""
+
+
 def test_a_split_is_downloaded_and_read_from_the_cache_without_network(hub: str, tmp_path: Path) -> None:
-    script = tmp_path / "read.py"
-    script.write_text(
-        "import sys\n"
-        "from agentrl.environments.tasks import read_task_source\n"
-        "from agentrl.errors import AgentRLError\n"
-        "for source in sys.argv[1:]:\n"
-        "    split = 'eval' if source.startswith('eval=') else 'train'\n"
-        "    try:\n"
-        "        tasks = read_task_source(source.removeprefix('eval='), split=split, shuffle=False).tasks\n"
-        "        print(len(tasks), tasks[0].query, tasks[0].answer)\n"
-        "    except AgentRLError as error:\n"
-        "        print(error.message, '→', error.hint)\n"
-    )
     sources = [
         "hf://openai/gsm8k/main", "eval=hf://openai/gsm8k/main", f"hf://openai/gsm8k/main@{SHA}:test",
         "hf://openai/gsm8k", "hf://openai/gsm8k/main:dev", "hf://openai/gsm8k/socratic:train", "hf://a/none",
@@ -120,7 +121,7 @@ def test_a_split_is_downloaded_and_read_from_the_cache_without_network(hub: str,
             "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1",
         }  # fmt: skip
         done = subprocess.run(
-            [sys.executable, str(script), *sources],
+            [sys.executable, "-c", READS, *sources],
             env=environment, capture_output=True, text=True, timeout=90, check=True,
         )  # fmt: skip
         return done.stdout.splitlines()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from json_rows import write_rows
 
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import read_tasks
@@ -87,10 +87,7 @@ def test_the_query_at_the_end_of_the_messages_is_asked_once() -> None:
     [
         ("x", "messages is text; it must be a list of chat messages"),
         (["x"], r"messages\[0\] is text"),
-        (
-            [USER, {"role": "robot", "content": ""}],
-            r"messages\[1\]: the role is 'robot'; choose one of system",
-        ),
+        ([USER, {"role": "robot", "content": ""}], r"\[1\]: the role is 'robot'; choose one of system"),
         ([{"role": "user"}], r"messages\[0\]: content is missing"),
         ([{"role": "user", "content": 3}], r"messages\[0\]: content is a number"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\]: content is a list"),
@@ -126,8 +123,7 @@ def test_a_prompt_without_a_question_is_refused() -> None:
 
 def test_a_bad_message_is_reported_with_its_line(tmp_path: Path) -> None:
     good = {"id": "a", "query": "q", "messages": [USER, ANSWER]}
-    file = tmp_path / "tasks.jsonl"
-    file.write_text("\n".join(map(json.dumps, [good, {**good, "id": "b", "messages": [{"role": "x"}]}])))
+    file = write_rows(tmp_path / "tasks.jsonl", good, {**good, "id": "b", "messages": [{"role": "x"}]})
     with pytest.raises(TaskFileError, match=r"tasks.jsonl:2: messages\[0\]: the role is 'x'"):
         read_tasks(file)
     assert read_tasks(file, skip_bad_lines=True).tasks[0].messages == (USER, ANSWER)

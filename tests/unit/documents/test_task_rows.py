@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from json_rows import write_rows
 
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import read_tasks
@@ -159,8 +159,7 @@ def test_malformed_fields_are_refused(fields: str, reason: str) -> None:
 
 
 def test_a_file_says_how_its_rows_are_read(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(map(json.dumps, [GSM8K, {"id": "own", "query": "?"}])))
+    file = write_rows(tmp_path / "rows.jsonl", GSM8K, {"id": "own", "query": "?"})
     read = read_tasks(file, shuffle=False)
     assert [task.task_id for task in read.tasks] == ["0", "own"]
     assert read.presets == {"gsm8k": 1, "task": 1}
@@ -170,32 +169,19 @@ def test_a_file_says_how_its_rows_are_read(tmp_path: Path) -> None:
     with pytest.raises(TaskFileError, match="no row has 'nope' of --task_fields") as caught:
         read_tasks(file, rows=TaskRows.parse("auto", "answer=nope"))
     assert caught.value.hint == "the columns of the first row are question, answer"
-    file.write_text(json.dumps({"id": 1, "query": "?"}))
-    assert read_tasks(file).reading is None
+    assert read_tasks(write_rows(file, {"id": 1, "query": "?"})).reading is None
 
 
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("#### 72", "72"),
-        ("#### $72", "72"),
-        ("#### -$5", "-5"),
-        ("#### $-5.50", "-5.50"),
-        ("#### 1,234.", "1,234"),
-        ("#### 15%", "15"),
-        ("#### 72 dollars", "72"),
-        ("#### € 3", "3"),
-        ("#### 1/2", "1/2"),
-        ("#### 3x", "3x"),
-        ("#### 10:30", "10:30"),
-        ("#### −.5", "-.5"),
-        (r"#### \$5", "5"),
-        ("#### 5 million", "5 million"),
-        ("#### 5 and a half", "5 and a half"),
-        ("#### B", "B"),
-        ("#### Summary", None),
+        ("#### 72", "72"), ("#### $72", "72"), ("#### -$5", "-5"), ("#### $-5.50", "-5.50"),
+        ("#### 1,234.", "1,234"), ("#### 15%", "15"), ("#### 72 dollars", "72"), ("#### € 3", "3"),
+        ("#### 1/2", "1/2"), ("#### 3x", "3x"), ("#### 10:30", "10:30"), ("#### −.5", "-.5"),
+        (r"#### \$5", "5"), ("#### 5 million", "5 million"), ("#### 5 and a half", "5 and a half"),
+        ("#### B", "B"), ("#### Summary", None),
     ],
-)
+)  # fmt: skip
 def test_the_number_behind_the_last_hashes_is_the_answer(text: str, answer: str | None) -> None:
     solution = f"so it is\n{text}"
     assert task_of({"question": "?", "answer": solution}).answer == (answer or solution)

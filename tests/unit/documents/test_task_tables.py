@@ -17,6 +17,7 @@ import pyarrow.feather
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
+from json_rows import write_rows
 from PIL import Image
 
 from agentrl.documents.task_file import ReadResult
@@ -61,7 +62,7 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Path]:
     """Write the rows as each kind of file."""
     names = dict.fromkeys(name for row in rows for name in row)
     table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
-    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    write_rows(folder / "rows.jsonl", *rows)
     (folder / "rows.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     pyarrow.parquet.write_table(table, folder / "rows.parquet", row_group_size=2)
     pyarrow.feather.write_feather(table, folder / "rows.feather")
@@ -86,9 +87,8 @@ def read(path: Path | str, **options: Any) -> ReadResult:
 def test_every_kind_of_file_gives_the_same_tasks(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     paths = write(tmp_path, rows)
     results = {kind: read(path) for kind, path in paths.items()}
-    assert [task.query for task in results["parquet"].tasks] == [
-        task.query for task in results["jsonl"].tasks
-    ]
+    table, lines = ([task.query for task in results[kind].tasks] for kind in ("parquet", "jsonl"))
+    assert table == lines
     digests = {kind: digest_tasks(result.tasks) for kind, result in results.items()}
     assert len(set(digests.values())) == 1, digests
     assert {len(result.tasks) for result in results.values()} == {len(rows)}
@@ -123,9 +123,8 @@ def test_bad_rows_are_named_by_file_and_row(tmp_path: Path) -> None:
     folder = tmp_path / "parts"
     folder.mkdir()
     for name, numbers in (("0", [1.0, 2.0]), ("1", [3.0, float("nan")])):
-        table = pyarrow.table(
-            {"id": [f"{name}{at}" for at in numbers], "query": ["?", "?"], "number": numbers}
-        )
+        ids = [f"{name}{at}" for at in numbers]
+        table = pyarrow.table({"id": ids, "query": ["?", "?"], "number": numbers})
         pyarrow.parquet.write_table(table, folder / f"part-{name}.parquet")
     with pytest.raises(TaskFileError, match=r"part-1.parquet:2: number: not JSON: NaN") as caught:
         read(folder)
@@ -150,20 +149,14 @@ def test_json_in_a_cell_is_checked_as_that_of_a_line(tmp_path: Path) -> None:
 def test_values_that_json_lacks_are_converted(tmp_path: Path) -> None:
     picture = io.BytesIO()
     Image.new("RGB", (2, 2)).save(picture, "PNG")
-    table = pyarrow.table(
-        {
-            "id": ["a"],
-            "query": ["<image>?"],
-            "answer": [decimal.Decimal("1.10")],
-            "when": [datetime.datetime(2026, 1, 2, 3, 4, 5)],
-            "took": [datetime.timedelta(seconds=1.5)],
-            "raw_text": [b"text"],
-            "none": pyarrow.array([None], pyarrow.string()),
-            "pairs": pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
-            "word": pyarrow.array(["x"]).dictionary_encode(),
-            "images": [[{"bytes": picture.getvalue(), "path": None}]],
-        }
-    )
+    table = pyarrow.table({
+        "id": ["a"], "query": ["<image>?"], "answer": [decimal.Decimal("1.10")],
+        "when": [datetime.datetime(2026, 1, 2, 3, 4, 5)], "took": [datetime.timedelta(seconds=1.5)],
+        "raw_text": [b"text"], "none": pyarrow.array([None], pyarrow.string()),
+        "pairs": pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
+        "word": pyarrow.array(["x"]).dictionary_encode(),
+        "images": [[{"bytes": picture.getvalue(), "path": None}]],
+    })  # fmt: skip
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(table, path)
     result = read(path)
@@ -235,7 +228,7 @@ def test_an_answer_that_its_scorer_cannot_read_is_a_bad_line(
         {"id": 4, "query": "?", "scorer": "f1", "answer": "The"},
         {"id": 5, "query": "?"},
     ]
-    path.write_text("\n".join(map(json.dumps, [*good, {"id": 9, "query": "?", **task}])))
+    write_rows(path, *good, {"id": 9, "query": "?", **task})
     with pytest.raises(TaskFileError) as caught:
         read(path)
     assert "1 of 6 tasks" in caught.value.message

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from json_rows import write_rows
 from test_environment_rollout import play
 from trajectories import score_trajectory
 
@@ -17,12 +18,8 @@ PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
 
 
 async def test_programs_are_tried_and_the_last_one_is_tested(tmp_path: Path) -> None:
-    file = tmp_path / "problems.jsonl"
-    lines = [
-        {"id": f"sum{number}", "query": "Print the sum.", "answer": [{"input": "1 2", "output": "3"}]}
-        for number in range(3)
-    ]
-    file.write_text("\n".join(map(json.dumps, lines)))
+    problem = {"query": "Print the sum.", "answer": [{"input": "1 2", "output": "3"}]}
+    file = write_rows(tmp_path / "problems.jsonl", *({"id": f"sum{at}", **problem} for at in range(3)))
     found = read_task_source(f"env:code?file={file}&n=2", shuffle=False).tasks
     assert [(task.task_id, task.scorer, task.agent_name) for task in found] == [
         ("sum0", "code", "react"), ("sum1", "code", "react"),

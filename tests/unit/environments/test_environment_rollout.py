@@ -6,6 +6,7 @@ from typing import Any
 
 import number_game
 import pytest
+from made_documents import made_task
 from rollout_fakes import ScriptedEngine, format_of, make_rollout
 from trajectories import score_trajectory
 
@@ -24,11 +25,8 @@ from agentrl.tools.pool import ToolPool
 
 
 def task(environment: str | None, **fields: Any) -> Task:
-    values = {"scorer": "environment", "tools": (), **fields}
-    return Task(
-        id="train/0/t", task_id="t", split="train", epoch=0, order=0, query="?", environment=environment,
-        **values,
-    )  # fmt: skip
+    values = {"query": "?", "scorer": "environment", "tools": (), **fields}
+    return made_task("t", environment=environment, **values)
 
 
 async def play(asked: Task, agent: str, *script: str) -> tuple[Rollout, Outcome]:

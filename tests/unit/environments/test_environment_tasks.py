@@ -13,7 +13,7 @@ import pytest
 from agentrl.documents.task import Task
 from agentrl.environments.base import ENVIRONMENTS, Environment, TaskRequest, environment
 from agentrl.environments.tasks import Address, is_address, read_task_source
-from agentrl.errors import ConfigError, TaskFileError
+from agentrl.errors import TaskFileError
 
 
 def tasks(address: str, split: str = "train") -> list[Task]:
@@ -69,11 +69,6 @@ def test_an_environment_is_found_by_path() -> None:
 def test_a_malformed_address_says_what_is_wrong(address: str, problem: str) -> None:
     with pytest.raises(TaskFileError, match=problem):
         tasks(address)
-
-
-def test_an_unknown_environment_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'number_game'"):
-        tasks("env:number_gane")
 
 
 def test_tasks_that_are_no_json_are_refused_with_their_number() -> None:

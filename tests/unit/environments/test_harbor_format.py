@@ -17,12 +17,10 @@ from agentrl.environments.harbor.verifier import _rewards
 
 
 def test_both_spellings_of_the_version_and_old_sizes_are_read() -> None:
-    old = read_task_toml(
-        'version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "512M"\nallow_internet = false'
-    )
-    new = read_task_toml(
-        'schema_version = "1.4"\n[environment]\nmemory_mb = 2048\nnetwork_mode = "no-network"'
-    )
+    sizes = 'memory = "2G"\nstorage = "512M"\nallow_internet = false'
+    old = read_task_toml(f'version = "1.0"\n[environment]\n{sizes}')
+    numbers = 'memory_mb = 2048\nnetwork_mode = "no-network"'
+    new = read_task_toml(f'schema_version = "1.4"\n[environment]\n{numbers}')
     assert old.environment.memory == new.environment.memory_mb == 2048
     assert old.environment.storage == 512
     assert not old.network("agent")
@@ -67,11 +65,7 @@ def test_a_folder_is_read_without_its_canary_and_its_digest_is_of_all_files(tmp_
     [
         ("tests/test.sh", None, "there is no tests/test.sh"),
         ("instruction.md", " \n", "there is no instruction.md with text"),
-        (
-            "environment/Dockerfile",
-            None,
-            "there is no environment/Dockerfile, and task.toml names no docker_image",
-        ),
+        ("environment/Dockerfile", None, "no environment/Dockerfile, and task.toml names no docker_image"),
         ("environment/docker-compose.yaml", "services: {}", "docker-compose.yaml is for Docker Compose"),
         ("trajectory.json", "{}", "begins with the conversation in trajectory.json"),
     ],
@@ -116,14 +110,9 @@ def test_rewards_are_finite_numbers() -> None:
     assert _rewards({"reward.txt": "0.5\n"}) == {"reward": 0.5}
     assert _rewards({"reward.json": '{"a": 1, "b": 0}', "reward.txt": "x"}) == {"a": 1.0, "b": 0.0}
     assert _rewards({"reward.json": "1"}) == {"reward": 1.0}
-    for files in (
-        {},
-        {"reward.txt": ""},
-        {"reward.txt": "nan"},
-        {"reward.json": "{}"},
-        {"reward.json": '{"a": "1"}'},
-    ):
-        assert isinstance(_rewards(files), str)
+    for name, text in (("txt", ""), ("txt", "nan"), ("json", "{}"), ("json", '{"a": "1"}')):
+        assert isinstance(_rewards({f"reward.{name}": text}), str)
+    assert isinstance(_rewards({}), str)
 
 
 def test_folders_of_tasks_and_bundles_are_told_from_other_paths(tmp_path: Path) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gzip
 import io
 import os
-import subprocess
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from git_here import git
 from harbor_folder import write_task
 
 from agentrl.config.containers import ContainerConfig
@@ -138,14 +138,6 @@ def test_a_task_reaches_this_machines_network_only_by_a_flag(network: str, tmp_p
     assert back_end(closed, closed.image).spec.network == "none"
 
 
-def git(folder: Path, *words: str, stdin: bytes = b"") -> str:
-    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    done = subprocess.run(
-        ["git", "-C", str(folder), *who, *words], input=stdin, check=True, capture_output=True
-    )
-    return done.stdout.decode().strip()
-
-
 def bundle_of(folder: Path, tree: str) -> Path:
     git(folder, "update-ref", "refs/heads/main", git(folder, "commit-tree", tree, "-m", "x"))
     git(folder, "symbolic-ref", "HEAD", "refs/heads/main")
@@ -174,10 +166,10 @@ def test_a_bundle_writes_nothing_beyond_its_limits_and_links_nowhere(
         assert "it is a link out of the bundle" in str(item.value)
         return
     blob = git(folder, "hash-object", "-w", "--stdin", stdin=bytes(1 << 20))
-    tree = git(folder, "mktree", stdin=f"100644 blob {blob}\tf\n".encode())
+    tree = git(folder, "mktree", stdin=f"100644 blob {blob}\tf\n")
     for _ in range(200 if kind == "deep" else 4):
         names = ["d"] if kind == "deep" else [f"d{number}" for number in range(8)]
-        tree = git(folder, "mktree", stdin="".join(f"040000 tree {tree}\t{one}\n" for one in names).encode())
+        tree = git(folder, "mktree", stdin="".join(f"040000 tree {tree}\t{one}\n" for one in names))
     with pytest.raises(TaskFileError, match="128 levels"):
         open_harbor(bundle_of(folder, tree))
     assert list((tmp_path / "scratch").iterdir()) == []

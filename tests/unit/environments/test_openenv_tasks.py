@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from made_documents import made_task
 
 from agentrl.documents.task import Task
 from agentrl.environments.openenv_session import InvalidActionError, OpenEnvSession
@@ -101,9 +102,7 @@ def test_each_kind_of_error_of_a_server_is_told_apart(
 def test_a_sampler_runs_as_many_episodes_of_a_server_as_its_address_allows() -> None:
     def task(server: str, limit: int | None) -> Task:
         meta = {"server": server, "openenv": {"max_sessions": limit}}
-        return Task(
-            id="t", task_id="t", split="train", epoch=0, order=0, query="?", environment="openenv", meta=meta
-        )
+        return made_task(environment="openenv", meta=meta)
 
     running = [task("http://a", 2), task("http://b", None), task("http://b", None)]
     assert full_environments(running) == frozenset()

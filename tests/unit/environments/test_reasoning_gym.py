@@ -63,10 +63,9 @@ def test_a_scorer_that_cannot_read_an_answer_gives_zero_with_the_reason(tasks: l
     assert result.score == 0.0
     assert "ValueError" in result.details["problem"]
     broken: dict[str, Any] = {**task.meta["reasoning_gym"], "metadata": None}
+    context_of_broken = ScorerContext(query="?", final_answer="3", answer="x", meta={"reasoning_gym": broken})
     with pytest.raises(ScorerError, match="the scorer of family prime_factorization raised"):
-        ReasoningGym.score(
-            ScorerContext(query="?", final_answer="3", answer="x", meta={"reasoning_gym": broken})
-        )
+        ReasoningGym.score(context_of_broken)
     with pytest.raises(ScorerError, match=r"no meta.reasoning_gym"):
         ReasoningGym.score(ScorerContext(query="?", final_answer="3"))
 

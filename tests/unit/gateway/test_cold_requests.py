@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,7 @@ AIDER = {"model": "policy", "stream": True, "temperature": 0, "messages": [{"rol
 
 @pytest.mark.parametrize(("temperature", "warnings"), [(0, 1), (0.001, 1), (0.01, 0), (None, 0)])
 def test_a_temperature_that_cannot_be_trained_is_logged_once(
-    temperature: float | None,
-    warnings: int,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    temperature: float | None, warnings: int, caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(fields, "_warned", set())
     with caplog.at_level(logging.WARNING, fields.__name__):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,6 @@ async def test_remote_and_broken_images_are_refused(name: str, chat_format: Any)
 
 
 async def test_a_text_model_refuses_images(tmp_path: Path) -> None:
-    import json
-
     folder = save_vision_model(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen3"}))
@@ -95,11 +94,8 @@ async def test_a_text_model_refuses_images(tmp_path: Path) -> None:
 
 
 async def test_texts_around_images_stay_in_order(chat_format: Any) -> None:
-    result = {
-        "type": "tool_result",
-        "tool_use_id": "c1",
-        "content": [{"type": "text", "text": "shot"}, BLOCK],
-    }
+    shown = [{"type": "text", "text": "shot"}, BLOCK]
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": shown}
     mark = {"type": "text", "text": "!"}
     call = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
     body = {"model": "policy", "max_tokens": 9, "messages": [

@@ -14,12 +14,9 @@ from agentrl.gateway.request import GatewayRequest
 SHAPE = CallShape('<call>{"name": "', '", "arguments": ', "}</call>", None, "")
 THINKS = CallShape(SHAPE.before_name, SHAPE.before_arguments, SHAPE.end, THINK, "\n\n")
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-CALL = {
-    "type": "tag",
-    "begin": '<call>{"name": "add", "arguments": ',
-    "content": {"type": "json_schema", "json_schema": {"type": "object"}},
-    "end": "}</call>",
-}
+CONTENT = {"type": "json_schema", "json_schema": {"type": "object"}}
+BEGIN = '<call>{"name": "add", "arguments": '
+CALL = {"type": "tag", "begin": BEGIN, "content": CONTENT, "end": "}</call>"}
 
 
 def demanded(shape: CallShape | None, *, in_thought: bool = False, **demand: Any) -> Any:

@@ -6,20 +6,19 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from path_programs import stand_in
+from waiting import until
 
 from agentrl.containers.docker import DockerContainer, start_arguments
 from agentrl.containers.docker_client import kill_client, start_client
 from agentrl.errors import ToolServerError
 from agentrl.harness.config import HarnessConfig, HarnessLimits
 
+LIMITS = HarnessLimits(memory_mb=64, processes=8, disk_mb=16, files=99, open_files=32, cpu_seconds=3)
 CONFIG = HarnessConfig(
-    source=Path("harness.yml"),
-    command="true",
-    isolation="docker",
-    image="image:1",
-    network="models",
-    limits=HarnessLimits(memory_mb=64, processes=8, disk_mb=16, files=99, open_files=32, cpu_seconds=3),
-)
+    source=Path("harness.yml"), command="true", isolation="docker", image="image:1", network="models",
+    limits=LIMITS,
+)  # fmt: skip
 
 
 def test_a_container_has_no_right_and_every_limit() -> None:
@@ -43,21 +42,18 @@ async def test_variables_of_commands_reach_neither_the_client_nor_a_process_list
         "LD_PRELOAD": "/task/evil.so", "HTTPS_PROXY": "http://attacker:1", "DOCKER_HOST": "tcp://attacker:1",
         "PATH": "/opt/bin:/bin:/usr/bin", "KEY": "it's\n$(echo secret) ", "HOME": "/root",
     }  # fmt: skip
-    program = tmp_path / "docker"
-    program.write_text(
+    docker = (
         f'#!/bin/sh\nenv > {tmp_path}/env\necho "$@" > {tmp_path}/words\n'
         'while [ "$1" != /bin/sh ]; do shift; done\nexec "$@"\n'
     )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    stand_in(monkeypatch, tmp_path, "docker", docker)
     container = DockerContainer(CONFIG.container_spec(network="models"))
     done = await container.run(
         ["/bin/sh", "-c", 'cat; printf "%s|" "$LD_PRELOAD" "$KEY" "$PATH" "$HOME"'], seconds=10,
         environment=given, stdin=b"read",
     )  # fmt: skip
-    assert done.stdout == "read" + "".join(
-        f"{given[name]}|" for name in ("LD_PRELOAD", "KEY", "PATH", "HOME")
-    )
+    names = ("LD_PRELOAD", "KEY", "PATH", "HOME")
+    assert done.stdout == "read" + "".join(f"{given[name]}|" for name in names)
     seen = (tmp_path / "env").read_text() + (tmp_path / "words").read_text()
     assert not any(word in seen for word in ("evil.so", "attacker", "secret", "/opt/bin"))
 
@@ -65,16 +61,10 @@ async def test_variables_of_commands_reach_neither_the_client_nor_a_process_list
 async def test_a_client_that_prints_without_end_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "docker"
-    program.write_text("#!/bin/sh\nexec yes\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    stand_in(monkeypatch, tmp_path, "docker", "#!/bin/sh\nexec yes\n")
     process = await start_client(["run"])
     assert process.stdout is not None
-    for _ in range(1000):
-        if process.stdout._paused:  # type: ignore[attr-defined]
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: process.stdout._paused)  # type: ignore[union-attr]
     await asyncio.wait_for(kill_client(process), 20)
     assert process.returncode == -9
 

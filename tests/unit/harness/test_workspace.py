@@ -8,16 +8,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from git_here import git
 
 from agentrl.errors import ConfigError
 from agentrl.harness.config import HarnessConfig, HarnessLimits, Workspace
-from agentrl.harness.workspace import (
-    add_files,
-    build_base,
-    keep,
-    read_file,
-    restore,
-)
+from agentrl.harness.workspace import add_files, build_base, keep, read_file, restore
 
 
 def archive_of(path: Path, files: dict[str, bytes]) -> Path:
@@ -85,12 +80,6 @@ def test_what_is_restored_does_not_leave_through_a_link(tmp_path: Path) -> None:
     assert read_file(archive, "b", 10) == "2", "what is not named stays as it was changed"
 
 
-def git(folder: Path, *words: str, stdin: str = "") -> str:
-    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    command = ["git", "-C", str(folder), *who, *words]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=True).stdout.strip()
-
-
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A repository with two branches and a tag, and HEAD on ``main``."""
@@ -111,11 +100,9 @@ def base_of(repository: Path, ref: str | None, **limits: int) -> Path:
     """Build the archive of a harness from a bundle of the repository."""
     bundle = repository.parent / "all.bundle"
     git(repository, "bundle", "create", "--quiet", str(bundle), "--all", "HEAD")
+    workspace = Workspace(bundle=bundle, ref=ref)
     config = HarnessConfig(
-        source=Path("h.yml"),
-        command="true",
-        workspace=Workspace(bundle=bundle, ref=ref),
-        limits=HarnessLimits(**limits),
+        source=Path("h.yml"), command="true", workspace=workspace, limits=HarnessLimits(**limits)
     )
     build_base(config, repository.parent / "base.tar")
     return repository.parent / "base.tar"
@@ -158,9 +145,8 @@ def test_a_bundle_that_unpacks_to_any_size_is_refused_before_it_is(
 def test_a_bundle_does_not_run_or_read_what_it_names(repository: Path) -> None:
     """Hooks, filters, submodules and links of a bundle stay text."""
     (repository / ".gitattributes").write_text("file filter=evil diff=evil\n")
-    (repository / ".gitmodules").write_text(
-        '[submodule "x"]\n\tpath = x\n\turl = ext::sh -c "touch /tmp/x"\n'
-    )
+    evil = '[submodule "x"]\n\tpath = x\n\turl = ext::sh -c "touch /tmp/x"\n'
+    (repository / ".gitmodules").write_text(evil)
     (repository / "link").symlink_to("/etc/passwd")
     git(repository, "add", ".")
     git(repository, "commit", "--quiet", "--message", "evil")

@@ -44,10 +44,8 @@ def told(folder: Path, engine: Any, **flags: Any) -> dict[str, str]:
 def test_an_engine_is_told_the_dtype_of_the_folder(folder: Path, engine: str) -> None:
     dtype = json.loads((folder / "config.json").read_text())["dtype"]
     flags = told(folder, engine)
-    assert flags["--dtype"] == dtype
-    assert flags.get("--attention-backend") == (
-        "triton" if (engine, dtype) == ("sglang", "float32") else None
-    )
+    is_exact = (engine, dtype) == ("sglang", "float32")
+    assert (flags["--dtype"], flags.get("--attention-backend")) == (dtype, "triton" if is_exact else None)
 
 
 def test_the_local_engine_chooses_the_dtype_of_its_products(folder: Path) -> None:
@@ -117,8 +115,7 @@ def test_sglang_returns_the_experts_of_a_mixture(folder: Path, flag: Any) -> Non
     config = json.loads((folder / "config.json").read_text())
     for shape in ({}, {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 3}):
         (folder / "config.json").write_text(json.dumps(config | shape))
-        command = engine_command(
-            str(folder), ModelConfig(router_replay=flag), EngineConfig(engine="sglang"), 1
-        )
+        model = ModelConfig(router_replay=flag)
+        command = engine_command(str(folder), model, EngineConfig(engine="sglang"), 1)
         returns = "--enable-return-routed-experts" in command.argv
         assert returns == (bool(shape) and flag == "auto")

@@ -53,6 +53,13 @@ async def server() -> AsyncIterator[Server]:
         yield found
 
 
+@pytest.fixture
+async def connections(server: Server) -> AsyncIterator[Connections]:
+    opened = Connections(server.url)
+    yield opened
+    await opened.close()
+
+
 async def ask(connections: Connections) -> bytes:
     async with connections.request("POST", "/x", b"{}", {"content-type": "text/plain"}) as answer:
         assert (answer.status, answer.headers["content-type"]) == (200, "text/plain")
@@ -70,26 +77,24 @@ async def test_a_connection_is_kept_after_a_whole_answer(server: Server) -> None
     await connections.close()
 
 
-async def test_a_connection_that_the_server_closed_is_not_used_again(server: Server) -> None:
+async def test_a_connection_that_the_server_closed_is_not_used_again(
+    server: Server, connections: Connections
+) -> None:
     server.closes = True
-    connections = Connections(server.url)
     for _ in range(3):
         assert await ask(connections) == b"hello"
         await server.closed.wait()
         await asyncio.sleep(0.01)  # the end of the connection arrives
     assert server.connections == 3
-    await connections.close()
 
 
-async def test_a_connection_with_half_an_answer_is_closed(server: Server) -> None:
+async def test_a_connection_with_half_an_answer_is_closed(server: Server, connections: Connections) -> None:
     server.answer = PLAIN[:-2]
-    connections = Connections(server.url)
     async with connections.request("POST", "/x", b"", {}) as answer:
         assert answer.status == 200
     await server.closed.wait()
     server.answer = PLAIN
     assert await ask(connections) == b"hello"
-    await connections.close()
 
 
 async def test_a_stream_is_read_to_its_end_and_keeps_its_connection(server: Server) -> None:
@@ -101,9 +106,8 @@ async def test_a_stream_is_read_to_its_end_and_keeps_its_connection(server: Serv
     await http.close()
 
 
-async def test_what_is_not_http_is_an_error(server: Server) -> None:
+async def test_what_is_not_http_is_an_error(server: Server, connections: Connections) -> None:
     server.answer = b"hello\r\n\r\n"
-    connections = Connections(server.url)
     with pytest.raises(ConnectionError, match=r"is not HTTP/1\.1"):
         await ask(connections)
     server.answer = b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000
@@ -115,42 +119,34 @@ async def test_what_is_not_http_is_an_error(server: Server) -> None:
     server.answer = PLAIN[:-2]
     with pytest.raises(ConnectionError, match="closed the connection before the end"):
         await ask(connections)
-    await connections.close()
-
-
-async def test_an_informational_answer_comes_before_the_real_one(server: Server) -> None:
-    server.answer = b"HTTP/1.1 102 Processing\r\nx: y\r\n\r\n" + PLAIN
-    connections = Connections(server.url)
-    assert [await ask(connections) for _ in range(2)] == [b"hello"] * 2
-    assert server.connections == 1
-    await connections.close()
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "made"),
     [
-        PLAIN.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"),
-        PLAIN.replace(b"HTTP/1.1", b"HTTP/1.0"),
-        PLAIN + b"HTTP/1.1 200 more",
+        (b"HTTP/1.1 102 Processing\r\nx: y\r\n\r\n" + PLAIN, 1),
+        (PLAIN.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"), 2),
+        (PLAIN.replace(b"HTTP/1.1", b"HTTP/1.0"), 2),
+        (PLAIN + b"HTTP/1.1 200 more", 2),
     ],
+    ids=["behind an informational answer", "connection: close", "HTTP/1.0", "more than the answer"],
 )
-async def test_a_connection_that_the_server_will_close_is_not_kept(server: Server, answer: bytes) -> None:
+async def test_a_connection_is_kept_unless_the_server_will_close_it(
+    server: Server, connections: Connections, answer: bytes, made: int
+) -> None:
     server.answer = answer
-    connections = Connections(server.url)
     assert [await ask(connections) for _ in range(2)] == [b"hello"] * 2
-    assert server.connections == 2
-    await connections.close()
+    assert server.connections == made
 
 
-async def test_a_body_without_a_length_ends_with_the_connection(server: Server) -> None:
+async def test_a_body_without_a_length_ends_with_the_connection(
+    server: Server, connections: Connections
+) -> None:
     server.answer, server.closes = PLAIN.replace(b"content-length: 5\r\n", b""), True
-    connections = Connections(server.url)
     assert await ask(connections) == b"hello"
-    await connections.close()
 
 
-async def test_a_header_cannot_hold_a_line_break(server: Server) -> None:
-    connections = Connections(server.url)
+async def test_a_header_cannot_hold_a_line_break(server: Server, connections: Connections) -> None:
     with pytest.raises(ValueError, match="a line break"):
         async with connections.request("POST", "/x", b"", {"x": "y\r\nhost: other"}):
             pass

@@ -10,15 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from local_engine import cpu_model, request_of, work_off
 from tiny_policy import write_tiny_policy
 from written_adapter import write_served
 
 from agentrl.config.schema import AdapterConfig, ModelConfig
-from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ModelError
 from agentrl.inference.engines.local.adapters import LoadedAdapter
-from agentrl.inference.engines.local.model import LocalModel
-from agentrl.inference.engines.local.sampling import RowSampler
 from agentrl.inference.engines.local.scheduler import GenerationRequest, Scheduler
 from agentrl.model.load import Policy, load_policy
 from agentrl.weights.model_folder import complete_folder
@@ -74,7 +72,7 @@ class Engine:
     """A scheduler over the real model."""
 
     def __init__(self, base: Path, **limits: int) -> None:
-        self.model = LocalModel(str(base), dtype=torch.float32, device=torch.device("cpu"))
+        self.model = cpu_model(base, torch.float32)
         cache = self.model.new_cache(4096)
         self.scheduler = Scheduler(self.model, cache, version="0", max_running=16, chunk_tokens=64, **limits)
         self.ended: list[GenerationRequest] = []
@@ -83,24 +81,9 @@ class Engine:
         self.scheduler.load_adapter(self.model.read_adapter(name, str(trained.folder)))
 
     def submit(self, seed: int, adapter: LoadedAdapter | None) -> GenerationRequest:
-        request = GenerationRequest(
-            rid=str(seed),
-            tokens=np.array([*PROMPT, *[0] * 12], dtype=np.int32),
-            prompt_tokens=len(PROMPT),
-            sampler=RowSampler(SamplingParams(), np.random.default_rng(seed)),
-            stop_ids=frozenset(),
-            finish=self.ended.append,
-            adapter=adapter,
-        )
+        request = request_of(PROMPT, 12, self.ended.append, seed, adapter=adapter)
         self.scheduler.submit(request)
         return request
-
-    def run(self, steps: int = 400) -> None:
-        for _ in range(steps):
-            if not self.scheduler.has_work:
-                return
-            self.scheduler.step()
-        raise AssertionError("the scheduler makes no progress")
 
 
 @pytest.fixture
@@ -124,7 +107,7 @@ def test_rows_of_several_adapters_and_of_none_have_the_trainers_logprobs(
 ) -> None:
     names = ["one@3", None, "two@9", "one@3", "two@9", None]
     made = [engine.submit(n, engine.scheduler.adapters.get(name or "")) for n, name in enumerate(names)]
-    engine.run()
+    work_off(engine.scheduler)
     plain = load_policy(ModelConfig(model_name_or_path=str(base))).model
     for request, name in zip(made, names, strict=True):
         wanted = logprobs(plain, request) if name is None else trained[name].logprobs(request)
@@ -170,13 +153,12 @@ def test_an_unloaded_adapter_serves_its_requests_to_their_end(
     scheduler.unload_adapter("one@3")
     engine.load("one@3", trained["two@9"])
     scheduler.replace_model(engine.model, "0")  # also after an update of the base
-    engine.run()
-    torch.testing.assert_close(
-        torch.tensor(request.logprobs), trained["one@3"].logprobs(request), atol=1e-5, rtol=0
-    )
+    work_off(engine.scheduler)
+    expected = trained["one@3"].logprobs(request)
+    torch.testing.assert_close(torch.tensor(request.logprobs), expected, atol=1e-5, rtol=0)
     assert sum(slot.computed for slot in scheduler.cache._slots) == 0
     again = engine.submit(2, scheduler.adapters["one@3"])
-    engine.run()
+    work_off(engine.scheduler)
     assert again.cached_tokens == 0
 
 
@@ -201,9 +183,6 @@ def test_adapters_are_bounded_and_checked(
     (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, "use_dora": True}))
     with pytest.raises(ModelError, match="use_dora"):
         engine.model.read_adapter("bad", str(tmp_path))
-    other = LocalModel(
-        str(write_tiny_policy(tmp_path / "wide", hidden_size=96)),
-        dtype=torch.float32, device=torch.device("cpu"),
-    )  # fmt: skip
+    other = cpu_model(write_tiny_policy(tmp_path / "wide", hidden_size=96), torch.float32)
     with pytest.raises(ModelError, match="does not fit the model"):
         other.read_adapter("bad", str(trained["one@3"].folder))

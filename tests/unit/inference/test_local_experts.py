@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from local_engine import cpu_model, request_of, work_off
 from tiny_models import VOCABULARY, tiny_model
 from transformers import Qwen3MoeForCausalLM
 
@@ -16,10 +17,7 @@ from agentrl.data.forest import forest_from_sequences
 from agentrl.data.forest_routing import ForestRouting
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.routing import ExpertShape
-from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.engines.local import model as local_model
-from agentrl.inference.engines.local.model import LocalModel
-from agentrl.inference.engines.local.sampling import RowSampler
 from agentrl.inference.engines.local.scheduler import GenerationRequest, Scheduler
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.routing import RouterReplay
@@ -43,16 +41,10 @@ def sampled(scheduler: Scheduler, *prompts: list[int], **changes: Any) -> list[G
     """The finished requests of ``prompts``, in their order."""
     done: dict[str, GenerationRequest] = {}
     for number, prompt in enumerate(prompts):
-        tokens = np.zeros(len(prompt) + NEW, np.int32)
-        tokens[: len(prompt)] = prompt
-        request = GenerationRequest(
-            rid=str(number), tokens=tokens, prompt_tokens=len(prompt), stop_ids=frozenset(),
-            sampler=RowSampler(SamplingParams(max_new_tokens=NEW), np.random.default_rng(number)),
-            finish=lambda each: done.update({each.rid: each}), **{"routed_from": 0, **changes},
-        )  # fmt: skip
+        fields = {"routed_from": 0, **changes}
+        request = request_of(prompt, NEW, lambda each: done.update({each.rid: each}), number, **fields)
         scheduler.submit(request)
-    while scheduler.has_work:
-        scheduler.step()
+    work_off(scheduler)
     return [done[str(number)] for number in range(len(prompts))]
 
 
@@ -60,7 +52,7 @@ def test_replaying_removes_most_of_what_bfloat16_changes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_model, "_held_dtype", lambda *_, **__: torch.bfloat16)
-    engine = LocalModel(str(folder), dtype=torch.bfloat16, device=torch.device("cpu"))
+    engine = cpu_model(folder, torch.bfloat16)
     scheduler = Scheduler(engine, engine.new_cache(8192), version="0", max_running=32)
     rng = np.random.default_rng(0)
     requests = sampled(scheduler, *(rng.integers(0, VOCABULARY, 8).tolist() for _ in range(16)))
@@ -86,7 +78,7 @@ def test_replaying_removes_most_of_what_bfloat16_changes(
 
 
 def test_cached_tokens_keep_their_experts(folder: Path) -> None:
-    engine = LocalModel(str(folder), dtype=None, device=torch.device("cpu"))
+    engine = cpu_model(folder)
     scheduler = Scheduler(engine, engine.new_cache(2048), version="0", max_running=4)
     (first,) = sampled(scheduler, [1, 2, 3, 4])
     assert first.routing is not None

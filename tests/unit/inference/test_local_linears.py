@@ -6,30 +6,25 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from local_engine import cpu_model, next_logits
 from tiny_policy import write_tiny_policy
 from transformers import AutoModelForCausalLM
 
-from agentrl.inference.engines.local.cache import Slot
 from agentrl.inference.engines.local.linears import round_to_fp8, rounded_to_fp8
 from agentrl.inference.engines.local.model import LocalModel
-from agentrl.inference.engines.local.vision import Chunk
 
 IDS = np.arange(20, dtype=np.int32)
 
 
 def logprobs_of(model: LocalModel) -> torch.Tensor:
-    logits = model.forward([Chunk(Slot(IDS, start=0), 0, IDS, True)], model.new_cache(64))
-    return logits[0].log_softmax(-1)
+    return next_logits(model, IDS)[0].log_softmax(-1)
 
 
 @torch.inference_mode()
 def test_weights_are_rounded_also_those_of_an_update(tmp_path: Path) -> None:
-    folders = [str(write_tiny_policy(tmp_path / str(seed), seed=seed)) for seed in (1, 2)]
-    exact, fp8 = (
-        LocalModel(folders[0], dtype=torch.float32, device=torch.device("cpu"), fp8=fp8)
-        for fp8 in (False, True)
-    )
-    for model in (fp8, fp8.updated(folders[1])):
+    folders = [write_tiny_policy(tmp_path / str(seed), seed=seed) for seed in (1, 2)]
+    exact, fp8 = (cpu_model(folders[0], torch.float32, fp8=fp8) for fp8 in (False, True))
+    for model in (fp8, fp8.updated(str(folders[1]))):
         plain = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32)
         round_to_fp8(plain)
         expected = plain(torch.from_numpy(IDS.astype(np.int64))[None]).logits[0, -1].log_softmax(-1)
@@ -39,9 +34,8 @@ def test_weights_are_rounded_also_those_of_an_update(tmp_path: Path) -> None:
 
 
 def test_a_row_has_its_own_scale_and_three_bits_of_mantissa() -> None:
-    weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor(
-        [[1.0], [1e-4], [1e3], [0.0]]
-    )
+    scales = torch.tensor([[1.0], [1e-4], [1e3], [0.0]])
+    weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)) * scales
     rounded = rounded_to_fp8(weight)
     largest = weight.abs().amax(-1)
     torch.testing.assert_close(rounded.abs().amax(-1), largest)

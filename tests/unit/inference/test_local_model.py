@@ -11,14 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from local_engine import cpu_model, next_logits
 from safetensors.torch import load_file
 from tiny_policy import write_tiny_policy
 
 from agentrl.errors import ModelError
 from agentrl.inference.engines.local import model
 from agentrl.inference.engines.local.__main__ import run_local_server
-from agentrl.inference.engines.local.cache import Slot
-from agentrl.inference.engines.local.vision import Chunk
 
 # The check runs again with the weights as they are after loading.
 LOAD = """
@@ -71,9 +70,7 @@ def other(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits(served: model.LocalModel) -> torch.Tensor:
-    ids = np.arange(5, 17, dtype=np.int32)
-    with torch.inference_mode():
-        return served.forward([Chunk(Slot(ids), 0, ids, True)], served.new_cache(64))
+    return next_logits(served, np.arange(5, 17, dtype=np.int32))
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
@@ -81,24 +78,21 @@ def test_a_cpu_multiplies_in_its_faster_dtype_unless_float32_is_given(
     folder: Path, monkeypatch: pytest.MonkeyPatch, is_fast: bool
 ) -> None:
     monkeypatch.setattr(model, "bfloat16_speed", lambda *_: (is_fast, "said"))
-    held = [
-        model.LocalModel(str(folder), dtype=dtype, device=torch.device("cpu")).dtype
-        for dtype in (None, torch.bfloat16, torch.float32, torch.float16)
-    ]
+    dtypes = (None, torch.bfloat16, torch.float32, torch.float16)
+    held = [cpu_model(folder, dtype).dtype for dtype in dtypes]
     fast = torch.bfloat16 if is_fast else torch.float32
     assert held == [fast, fast, torch.float32, torch.float32]
 
 
 @pytest.mark.parametrize("source", ["folder", "tensors"])
 def test_an_updated_model_is_the_model_that_is_loaded_anew(folder: Path, other: Path, source: str) -> None:
-    served = model.LocalModel(str(folder), dtype=None, device=torch.device("cpu"))
+    served = cpu_model(folder)
     before = logits(served)
     if source == "folder":
         updated = served.updated(str(other))
     else:
         updated = served.updated_from(load_file(other / "model.safetensors"))
-    anew = model.LocalModel(str(other), dtype=None, device=torch.device("cpu"))
-    assert torch.equal(logits(updated), logits(anew))
+    assert torch.equal(logits(updated), logits(cpu_model(other)))
     assert torch.equal(logits(served), before)
     assert not torch.equal(logits(updated), before)
 
@@ -108,7 +102,7 @@ def test_an_updated_model_reads_nothing_of_its_folder_later(
 ) -> None:
     """A host's copy of the weights is changed in place once the engine has loaded it."""
     copy = shutil.copytree(other, tmp_path / "copy")
-    updated = model.LocalModel(str(folder), dtype=None, device=torch.device("cpu")).updated(str(copy))
+    updated = cpu_model(folder).updated(str(copy))
     before = logits(updated)
     file = copy / "model.safetensors"
     with file.open("r+b") as stream:
@@ -120,7 +114,7 @@ def test_an_updated_model_reads_nothing_of_its_folder_later(
 
 @pytest.mark.parametrize("broken", ["name", "shape"])
 def test_weights_that_do_not_fit_are_refused(folder: Path, broken: str) -> None:
-    served = model.LocalModel(str(folder), dtype=None, device=torch.device("cpu"))
+    served = cpu_model(folder)
     before = logits(served)
     weights = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"

@@ -9,21 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from local_engine import cpu_model, next_logits
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, tiny_model
 from torch import Tensor
 
 from agentrl.errors import ModelError, PublishError
 from agentrl.inference.engines.local import model as local_model
-from agentrl.inference.engines.local.cache import Slot
 from agentrl.inference.engines.local.linears import PackedLinear
 from agentrl.inference.engines.local.model import LocalModel
-from agentrl.inference.engines.local.vision import Chunk
 from agentrl.weights.delta import encode
 from agentrl.weights.snapshot import WHOLE
 
 IDS = np.arange(20, dtype=np.int32) % VOCABULARY
-CPU = torch.device("cpu")
 
 
 def save(folder: Path, kind: str, dtype: torch.dtype, **config: Any) -> Path:
@@ -50,8 +48,7 @@ def held(model: LocalModel) -> dict[str, Tensor]:
 
 
 def logprobs(model: LocalModel) -> Tensor:
-    logits = model.forward([Chunk(Slot(IDS, start=0), 0, IDS, True)], model.new_cache(64))
-    return logits[0].log_softmax(-1)
+    return next_logits(model, IDS)[0].log_softmax(-1)
 
 
 @pytest.mark.parametrize("is_fast", [True, False], ids=["held in bfloat16", "held in float32"])
@@ -70,7 +67,7 @@ def test_a_chain_gives_the_weights_and_logprobs_of_its_last_version(
 ) -> None:
     monkeypatch.setattr(local_model, "bfloat16_speed", lambda *_: (is_fast, "chosen"))
     folder = save(tmp_path / "model", kind, torch.bfloat16, **config)
-    model = LocalModel(str(folder), dtype=None, device=CPU)
+    model = cpu_model(folder)
     before = logprobs(model)
     chance = random.Random(len(kind))
     versions = [load_file(folder / WHOLE)]
@@ -78,7 +75,7 @@ def test_a_chain_gives_the_weights_and_logprobs_of_its_last_version(
     for file in files:
         versions.append(changed(versions[-1], chance))
         encode(versions[-2], versions[-1], file)
-    one_by_one, at_once = (LocalModel(str(folder), dtype=None, device=CPU) for _ in range(2))
+    one_by_one, at_once = cpu_model(folder), cpu_model(folder)
     for file in files:
         one_by_one.read_patch([file]).apply()
     patch = at_once.read_patch(files)
@@ -99,11 +96,10 @@ def test_weights_in_another_form_are_refused(tmp_path: Path) -> None:
     weights = load_file(folder / WHOLE)
     delta = tmp_path / "x.delta"
     encode(weights, changed(weights, random.Random(0)), delta)
-    for options in ({"fp8": True}, {"dtype": torch.float16}):
-        model = LocalModel(str(folder), **{"dtype": None, "device": CPU, **options})  # type: ignore[arg-type]
+    for other in (cpu_model(folder, fp8=True), cpu_model(folder, torch.float16)):
         with pytest.raises(ModelError, match=r"cannot be changed|in another form"):
-            model.read_patch([delta])
-    model = LocalModel(str(folder), dtype=None, device=CPU)
+            other.read_patch([delta])
+    model = cpu_model(folder)
     wider = {name: torch.cat([tensor, tensor]) for name, tensor in weights.items()}
     encode(wider, changed(wider, random.Random(0)), tmp_path / "y.delta")
     with pytest.raises(PublishError, match="does not fit"):

@@ -6,13 +6,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from local_engine import request_of, work_off
 from torch import Tensor
 
 from agentrl.device_lease import return_freed_memory
-from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ModelError
 from agentrl.inference.engines.local.cache import KVCache
-from agentrl.inference.engines.local.sampling import RowSampler, StopStrings
+from agentrl.inference.engines.local.sampling import StopStrings
 from agentrl.inference.engines.local.scheduler import GenerationRequest, Scheduler
 from agentrl.inference.engines.local.vision import Chunk
 
@@ -41,9 +41,8 @@ class RuleModel:
             self.computed += len(chunk.token_ids)
             first = chunk.slot.start + chunk.start
             assert chunk.start + len(chunk.token_ids) <= chunk.slot.capacity
-            cache.keys[0][first : first + len(chunk.token_ids), 0, 0] = torch.from_numpy(
-                chunk.token_ids.astype(np.float32)
-            )
+            ids = torch.from_numpy(chunk.token_ids.astype(np.float32))
+            cache.keys[0][first : first + len(ids), 0, 0] = ids
             if chunk.wants_logits:
                 seen = cache.keys[0][chunk.slot.start : first + len(chunk.token_ids), 0, 0].sum()
                 wanted.append((int(seen) + self.shift) % 90)
@@ -70,37 +69,36 @@ def rule(prompt: Sequence[int], count: int, shift: int = 0) -> list[int]:
 class Harness:
     """A scheduler, its model, and the requests that have ended."""
 
-    def __init__(self, max_tokens: int = 4096, max_running: int = 8, chunk_tokens: int = 16) -> None:
+    def __init__(self, max_tokens: int = 4096, max_running: int = 8) -> None:
         self.model = RuleModel()
         cache = KVCache(
             num_layers=1, max_tokens=max_tokens, num_kv_heads=1, head_dim=1,
             dtype=torch.float32, device=torch.device("cpu"),
         )  # fmt: skip
-        self.scheduler = Scheduler(
-            self.model, cache, version="0", max_running=max_running, chunk_tokens=chunk_tokens
-        )
+        self.scheduler = Scheduler(self.model, cache, version="0", max_running=max_running, chunk_tokens=16)
         self.ended: dict[str, GenerationRequest] = {}
 
     def submit(
         self, rid: str, prompt: Sequence[int], count: int, stop: frozenset[int] = frozenset()
     ) -> GenerationRequest:
-        request = GenerationRequest(
-            rid=rid,
-            tokens=np.array([*prompt, *[0] * count], dtype=np.int32),
-            prompt_tokens=len(prompt),
-            sampler=RowSampler(SamplingParams(), np.random.default_rng(0)),
-            stop_ids=stop,
-            finish=lambda ended: self.ended.update({ended.rid: ended}),
-        )
+        request = request_of(prompt, count, self.end, rid=rid, stop_ids=stop)
         self.scheduler.submit(request)
         return request
 
-    def run(self, steps: int = 2000) -> None:
-        for _ in range(steps):
-            if not self.scheduler.has_work:
-                return
+    def end(self, request: GenerationRequest) -> None:
+        self.ended[request.rid] = request
+
+    def run(self) -> None:
+        work_off(self.scheduler)
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
             self.scheduler.step()
-        raise AssertionError("the scheduler makes no progress")
+
+
+@pytest.fixture
+def harness() -> Harness:
+    return Harness()
 
 
 def test_requests_of_all_lengths_get_their_own_tokens() -> None:
@@ -116,8 +114,7 @@ def test_requests_of_all_lengths_get_their_own_tokens() -> None:
     assert all(r.finish_reason == {"type": "length", "length": 20} for r in harness.ended.values())
 
 
-def test_a_stop_string_ends_a_request() -> None:
-    harness = Harness()
+def test_a_stop_string_ends_a_request(harness: Harness) -> None:
     request = harness.submit("r", [5, 6], 20)
     expected = rule([5, 6], 20)
     stop = "".join(map(chr, expected[3:6]))
@@ -127,8 +124,7 @@ def test_a_stop_string_ends_a_request() -> None:
     assert harness.ended["r"].finish_reason == {"type": "stop", "matched": stop}
 
 
-def test_a_stop_token_ends_a_request() -> None:
-    harness = Harness()
+def test_a_stop_token_ends_a_request(harness: Harness) -> None:
     expected = rule([5, 6], 20)
     harness.submit("r", [5, 6], 20, frozenset({expected[4]}))
     harness.run()
@@ -137,8 +133,7 @@ def test_a_stop_token_ends_a_request() -> None:
     assert harness.ended["r"].finish_reason == {"type": "stop", "matched": expected[4]}
 
 
-def test_a_common_prefix_is_computed_once_even_when_all_arrive_together() -> None:
-    harness = Harness()
+def test_a_common_prefix_is_computed_once_even_when_all_arrive_together(harness: Harness) -> None:
     prefix = [n % 50 for n in range(100)]
     for n in range(8):
         harness.submit(f"r{n}", [*prefix, n], 1)
@@ -148,8 +143,7 @@ def test_a_common_prefix_is_computed_once_even_when_all_arrive_together() -> Non
     assert all(harness.ended[f"r{n}"].output_ids == rule([*prefix, n], 1) for n in range(8))
 
 
-def test_the_next_turn_continues_where_the_last_ended() -> None:
-    harness = Harness()
+def test_the_next_turn_continues_where_the_last_ended(harness: Harness) -> None:
     harness.submit("one", list(range(40)), 10)
     harness.run()
     following = [*range(40), *harness.ended["one"].output_ids, 3, 4]
@@ -172,11 +166,9 @@ def test_a_full_cache_retracts_the_latest_and_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_after_a_pause_only_the_weights_differ(mode: str) -> None:
-    harness = Harness()
+def test_after_a_pause_only_the_weights_differ(harness: Harness, mode: str) -> None:
     request = harness.submit("r", [1, 2, 3], 12)
-    for _ in range(5):
-        harness.scheduler.step()
+    harness.step(5)
     harness.scheduler.pause(mode)  # type: ignore[arg-type]
     assert not harness.scheduler.has_work
     before = request.output_ids
@@ -197,8 +189,7 @@ def test_released_memory_is_given_back_and_requests_go_on_with_other_weights() -
     harness = Harness(max_tokens=2**24)
     scheduler = harness.scheduler
     harness.submit("r", [5, 6], 8)
-    for _ in range(4):
-        scheduler.step()
+    harness.step(4)
     scheduler.pause("in_place")
     with pytest.raises(ModelError, match="no request runs"):
         scheduler.release_memory(["weights"])
@@ -224,8 +215,7 @@ def test_abort_ends_one_or_all_requests_with_their_tokens() -> None:
     harness = Harness(max_running=1)
     for rid in ("a", "ab", "c"):
         harness.submit(rid, [1, 2], 50)
-    for _ in range(3):
-        harness.scheduler.step()
+    harness.step(3)
     assert harness.scheduler.abort("a") == 1
     assert len(harness.ended["a"].output_ids) == 3
     assert harness.scheduler.abort(None) == 2
@@ -233,8 +223,7 @@ def test_abort_ends_one_or_all_requests_with_their_tokens() -> None:
     assert not harness.scheduler.has_work
 
 
-def test_no_request_starts_while_draining() -> None:
-    harness = Harness()
+def test_no_request_starts_while_draining(harness: Harness) -> None:
     harness.submit("old", [1], 5)
     harness.scheduler.step()
     harness.scheduler.draining = True

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import cast
 
 import pytest
 from rollout_fakes import END, END_OF_TEXT, format_of
@@ -14,7 +15,7 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, EngineError
-from agentrl.inference.engine import EngineRefusedError, Generation
+from agentrl.inference.engine import FinishReason, Generation
 from agentrl.inference.router import EngineRouter
 from agentrl.rollout.outages import Outages
 
@@ -23,28 +24,17 @@ Answer = Generation | EngineError
 
 def service(name: str, **fields: object) -> InferenceService:
     values = {"status": ServiceStatus.READY, "policy_version": 0, **fields}
-    return InferenceService(
-        id=name,
-        url=f"http://{name}",
-        engine="local",
-        model="m",
-        host="h",
-        pid=1,
-        **values,  # type: ignore[arg-type]
-    )
+    kind = {"url": f"http://{name}", "engine": "local", "model": "m", "host": "h", "pid": 1}
+    return InferenceService(id=name, **kind, **values)  # type: ignore[arg-type]
 
 
 def part(url: str, ids: Sequence[int], reason: str = "stop", version: int = 0) -> Generation:
+    versions = (VersionSpan(version=version, start=0, end=len(ids)),) if ids else ()
     return Generation(
-        output_ids=tuple(ids),
-        logprobs=tuple(-float(item) for item in ids),
-        versions=(VersionSpan(version=version, start=0, end=len(ids)),) if ids else (),
-        finish_reason=reason,  # type: ignore[arg-type]
-        prompt_tokens=2,
-        cached_tokens=1,
-        seconds=0.1,
+        output_ids=tuple(ids), logprobs=tuple(-float(item) for item in ids), versions=versions,
+        finish_reason=cast("FinishReason", reason), prompt_tokens=2, cached_tokens=1, seconds=0.1,
         engine_url=url,
-    )
+    )  # fmt: skip
 
 
 class Scripted:
@@ -140,11 +130,9 @@ async def test_trajectories_spread_over_engines_and_stick_to_theirs() -> None:
 
 async def test_reported_load_and_status_decide_for_a_new_trajectory() -> None:
     fleet = Fleet(
-        service("a", running_requests=9),
-        service("b", running_requests=2),
-        service("c", status=ServiceStatus.UPDATING),
-        service("d", status=ServiceStatus.STARTING),
-    )
+        service("a", running_requests=9), service("b", running_requests=2),
+        service("c", status=ServiceStatus.UPDATING), service("d", status=ServiceStatus.STARTING),
+    )  # fmt: skip
     async with fleet.router().session("t") as session:
         assert (await session.generate([1], PARAMS)).engine_url == "http://b"
 
@@ -251,14 +239,6 @@ async def test_a_failed_engine_is_avoided_and_its_partial_result_kept() -> None:
     assert fleet.engines["b"].calls[0][0] == [1, 11]
 
 
-async def test_a_refusal_is_not_retried() -> None:
-    fleet = Fleet(service("a"), service("b"), scripts={"a": [EngineRefusedError("prompt too long")]})
-    async with fleet.router().session("t") as session:
-        with pytest.raises(EngineRefusedError, match="too long"):
-            await session.generate([1], PARAMS)
-    assert list(fleet.engines) == ["a"]
-
-
 @pytest.mark.parametrize("engines", ["none", "failing"])
 async def test_waiting_for_an_engine_ends_in_an_error_with_a_hint(engines: str) -> None:
     failing: list[Answer] = [EngineError("no") for _ in range(99)]
@@ -279,9 +259,8 @@ async def test_an_engine_that_appears_while_waiting_is_used() -> None:
 
 
 async def test_calls_wait_without_limit_while_the_trainer_has_every_device() -> None:
-    fleet = Fleet(
-        service("a", status=ServiceStatus.LENT, policy_version=3), scripts={"a": [EngineError("no")]}
-    )
+    lent = service("a", status=ServiceStatus.LENT, policy_version=3)
+    fleet = Fleet(lent, scripts={"a": [EngineError("no")]})
     outages, held = Outages(), list[str]()
     router = fleet.router(outages=outages, wait_seconds=0.1, suspect_seconds=0.0)  # type: ignore[arg-type]
 
@@ -336,9 +315,8 @@ async def test_a_call_does_not_wait_for_a_newer_list_of_engines() -> None:
 
 
 async def test_the_versions_of_the_usable_engines_are_known() -> None:
-    fleet = Fleet(
-        service("a", policy_version=4), service("b", policy_version=3), service("c", policy_version=None)
-    )
+    versions = {"a": 4, "b": 3, "c": None}
+    fleet = Fleet(*(service(name, policy_version=version) for name, version in versions.items()))
     router = fleet.router()
     assert router.engines.policy_versions() == frozenset()
     async with router.session("t") as session:

@@ -3,12 +3,15 @@
 import asyncio
 import dataclasses
 import random
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from published_chain import Chain, random_weights
+from waiting import cancel
 
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.device_lease import DeviceLease
@@ -81,13 +84,15 @@ class Store:
 
 
 class Client:
+    """An engine that records the calls that change it, and fails some."""
+
     url = "http://engine"
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.refuses = self.keeps_memory = False
-        self.takes_deltas = True
-        self.failing_pauses = self.failing_resumes = 0
+        self.failing = Counter[str]()
+        """How many of the next calls of a name get no answer."""
+        self.refused: set[str] = set()
 
     async def load(self) -> EngineLoad:
         return EngineLoad(requests=3, tokens=700)
@@ -95,47 +100,25 @@ class Client:
     async def model_info(self) -> ModelInfo:
         return ModelInfo(model_path="m", version=0, vocab_size=512, context_length=4096)
 
-    async def pause(self, mode: str) -> None:
-        self.calls.append(("pause", mode))
-        if self.failing_pauses:
-            self.failing_pauses -= 1
-            raise EngineError("no answer")
-
-    async def release_memory(self) -> None:
-        self.calls.append(("release",))
-        if self.keeps_memory:
-            raise EngineError("it is not idle")
-
-    async def resume_memory(self, part: str) -> None:
-        self.calls.append(("memory", part))
-
-    async def update_weights(self, path: str, version: int) -> None:
-        self.calls.append(("update", path, version))
-        if self.refuses:
-            raise EngineRefusedError("it does not fit")
-
-    async def prepare_delta(self, files: list[Path], base: int) -> None:
-        self.calls.append(("prepare", [file.parent.name for file in files], base))
-        if not self.takes_deltas or not all(file.is_file() for file in files):
-            raise EngineRefusedError("it has no such call")
-
-    async def apply_delta(self, version: int) -> None:
-        self.calls.append(("apply", version))
-        if self.refuses:
-            raise EngineRefusedError("nothing is prepared")
-
-    async def resume(self) -> None:
-        self.calls.append(("resume",))
-        if self.failing_resumes:
-            self.failing_resumes -= 1
-            raise EngineError("no answer")
-
     async def check_instance(self, expected: str | None) -> None:
         if expected != Process.instance:
             raise EngineError("another server")
 
-    async def set_version(self, version: int) -> None:
-        self.calls.append(("version", version))
+    async def prepare_delta(self, files: list[Path], base: int) -> None:
+        self.calls.append(("prepare_delta", [file.parent.name for file in files], base))
+        if "prepare_delta" in self.refused or not all(file.is_file() for file in files):
+            raise EngineRefusedError("it has no such call")
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any) -> None:
+            self.calls.append((name, *arguments))
+            if name in self.refused:
+                raise EngineRefusedError(f"no {name}")
+            if self.failing[name]:
+                self.failing[name] -= 1
+                raise EngineError("no answer")
+
+        return call
 
 
 class Process:
@@ -156,12 +139,15 @@ class Process:
             raise EngineError(f"exit code {self.returncode}")
 
 
+def weights_of(client: Any, store: Any, copy: LocalCopy, loaded: int = 0) -> ServedWeights:
+    return ServedWeights(client, store, copy, ServedAdapters(client, copy, run_name="run"), loaded=loaded)
+
+
 class Harness:
     def __init__(self, folder: Path, lease: DeviceLease | None = None) -> None:
         self.store, self.client, self.process = Store(), Client(), Process()
         self.copy = LocalCopy(folder / "copy")
-        adapters = ServedAdapters(self.client, self.copy, run_name="run")  # type: ignore[arg-type]
-        weights = ServedWeights(self.client, self.store, self.copy, adapters)  # type: ignore[arg-type]
+        weights = weights_of(self.client, self.store, self.copy)
         self.engine = ServedEngine(
             self.store, self.client, self.process, EngineConfig(heartbeat_seconds=0.01),  # type: ignore[arg-type]
             service_id="e1", folder="/models/base", version=0, lease=lease, weights=weights,
@@ -173,14 +159,25 @@ class Harness:
                 self.store.services.changed.clear()
                 await self.store.services.changed.wait()
 
-    async def during_run(self, play: Callable[[], Awaitable[None]]) -> None:
+    async def until_ready(self) -> None:
+        await self.until(lambda: any(b["status"] is ServiceStatus.READY for b in self.store.services.beats))
+
+    async def until_beats(self, count: int) -> None:
+        await self.until(lambda: len(self.store.services.beats) >= count)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the engine beside the block, and cancel it at the end."""
         task = asyncio.create_task(self.engine.run())
         try:
-            await play()
+            yield
         finally:
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
+            await cancel(task)
+
+    @property
+    def beat(self) -> dict[str, Any]:
+        """The last heartbeat."""
+        return self.store.services.beats[-1]
 
 
 @pytest.fixture
@@ -196,14 +193,14 @@ def published(folder: Path, version: int) -> PolicyVersion:
 
 
 def updates(version: PolicyVersion) -> list[tuple[Any, ...]]:
-    return [("pause", "retract"), ("update", version.location, version.id), ("resume",)]
+    return [("pause", "retract"), ("update_weights", version.location, version.id), ("resume",)]
 
 
 async def test_a_version_is_loaded_between_pause_and_resume(harness: Harness, tmp_path: Path) -> None:
     version = published(tmp_path / "v1", 1)
     await harness.engine.update(version)
     assert harness.client.calls == updates(version)
-    assert harness.store.services.beats[-1] == {
+    assert harness.beat == {
         "status": ServiceStatus.READY, "policy_version": 1, "running_requests": 3,
         "running_tokens": 700, "context_length": None, "detail": None, "needs_full": False, "adapter": None,
     }  # fmt: skip
@@ -214,40 +211,40 @@ async def test_a_wrong_checksum_never_reaches_the_engine(harness: Harness, tmp_p
     (tmp_path / "v1" / "model.safetensors").write_bytes(b"x" * 1000)
     await harness.engine.update(broken)
     assert harness.client.calls == []
-    beat = harness.store.services.beats[-1]
+    beat = harness.beat
     assert beat["policy_version"] == 0
     assert "model.safetensors" in beat["detail"]
     await harness.engine.update(good)
-    assert harness.store.services.beats[-1]["policy_version"] == 2
-    assert harness.store.services.beats[-1]["detail"] is None
+    assert harness.beat["policy_version"] == 2
+    assert harness.beat["detail"] is None
 
 
 async def test_an_engine_that_refuses_a_version_keeps_its_weights(harness: Harness, tmp_path: Path) -> None:
     version = published(tmp_path / "v1", 1)
-    harness.client.refuses = True
+    harness.client.refused = {"update_weights"}
     await harness.engine.update(version)
     assert harness.client.calls == updates(version)
-    beat = harness.store.services.beats[-1]
+    beat = harness.beat
     assert (beat["policy_version"], beat["status"]) == (0, ServiceStatus.READY)
-    assert "does not fit" in beat["detail"]
+    assert "no update_weights" in beat["detail"]
 
 
 async def test_an_engine_is_resumed_whatever_failed(harness: Harness, tmp_path: Path) -> None:
     version = published(tmp_path / "v1", 1)
-    harness.client.failing_pauses = 1
+    harness.client.failing["pause"] = 1
     await harness.engine.update(version)
     assert harness.client.calls == [("pause", "retract"), ("resume",)]
-    assert harness.store.services.beats[-1]["status"] is ServiceStatus.READY
+    assert harness.beat["status"] is ServiceStatus.READY
     harness.client.calls.clear()
-    harness.client.failing_resumes = 2
+    harness.client.failing["resume"] = 2
     await harness.engine.update(version)
     assert harness.client.calls == [*updates(version), ("resume",), ("resume",)]
-    assert harness.store.services.beats[-1]["policy_version"] == 1
+    assert harness.beat["policy_version"] == 1
     assert harness.process.returncode is None
 
 
 async def test_an_engine_that_stays_paused_is_ended(harness: Harness, tmp_path: Path) -> None:
-    harness.client.failing_resumes = 99
+    harness.client.failing["resume"] = 99
     await harness.engine.update(published(tmp_path / "v1", 1))
     assert harness.client.calls.count(("resume",)) == 5
     assert harness.process.returncode == -15
@@ -256,26 +253,17 @@ async def test_an_engine_that_stays_paused_is_ended(harness: Harness, tmp_path: 
 async def test_readiness_is_reported_before_the_next_heartbeat(harness: Harness) -> None:
     harness.engine._config = EngineConfig(heartbeat_seconds=60.0)
 
-    async def play() -> None:
-        await harness.until(
-            lambda: any(b["status"] is ServiceStatus.READY for b in harness.store.services.beats)
-        )
-
-    await harness.during_run(play)
+    async with harness.running():
+        await harness.until_ready()
 
 
 async def test_it_registers_follows_versions_and_stops(harness: Harness, tmp_path: Path) -> None:
     version = published(tmp_path / "v4", 4)
-
-    async def play() -> None:
-        await harness.until(
-            lambda: any(b["status"] is ServiceStatus.READY for b in harness.store.services.beats)
-        )
+    async with harness.running():
+        await harness.until_ready()
         harness.store.publish(version)
-        await harness.until(lambda: harness.store.services.beats[-1]["policy_version"] == 4)
-
-    await harness.during_run(play)
-    assert harness.client.calls == [("version", 0), *updates(version)]
+        await harness.until(lambda: harness.beat["policy_version"] == 4)
+    assert harness.client.calls == [("set_version", 0), *updates(version)]
     assert [service.id for service in harness.store.services.registered] == ["e1"]
     assert harness.store.services.registered[0].status is ServiceStatus.STARTING
     assert harness.store.services.stopped == ["e1"]
@@ -287,26 +275,20 @@ async def test_a_version_that_cannot_be_fetched_is_tried_again(
     monkeypatch.setattr(served_engine, "_FOLLOW_POLL_SECONDS", 0.01)
     version = published(tmp_path / "v1", 1)
     (tmp_path / "v1").rename(tmp_path / "away")
-
-    async def play() -> None:
+    async with harness.running():
         harness.store.publish(version)
         await harness.until(lambda: any("refused" in str(b["detail"]) for b in harness.store.services.beats))
         (tmp_path / "away").rename(tmp_path / "v1")
         harness.store.publish(version)  # ends the wait, as its time would
-        await harness.until(lambda: harness.store.services.beats[-1]["policy_version"] == 1)
-
-    await harness.during_run(play)
-    assert harness.store.services.beats[-1]["detail"] is None
+        await harness.until(lambda: harness.beat["policy_version"] == 1)
+    assert harness.beat["detail"] is None
 
 
 async def test_a_database_outage_does_not_stop_the_engine(harness: Harness) -> None:
-    async def play() -> None:
-        await harness.until(lambda: len(harness.store.services.beats) >= 2)
+    async with harness.running():
+        await harness.until_beats(2)
         harness.store.services.failures = 3
-        before = len(harness.store.services.beats)
-        await harness.until(lambda: len(harness.store.services.beats) > before)
-
-    await harness.during_run(play)
+        await harness.until_beats(len(harness.store.services.beats) + 1)
 
 
 @pytest.fixture
@@ -324,33 +306,31 @@ async def test_it_lends_its_device_and_returns_with_the_newest_version(
     version = published(tmp_path / "v4", 4)
 
     def lent(detail: str | None, status: ServiceStatus) -> bool:
-        beat = harness.store.services.beats[-1]
+        beat = harness.beat
         return (beat["detail"], beat["status"]) == (detail, status)
 
-    async def play() -> None:
+    async with harness.running():
         for expected in (0, 4):
             await trainer.acquire(urgent=True)
             assert lent("the trainer has the device", ServiceStatus.LENT)
             if expected:
                 harness.store.publish(version)
                 await asyncio.sleep(0.1)
-                assert harness.store.services.beats[-1]["policy_version"] == 0
+                assert harness.beat["policy_version"] == 0
             trainer.release()
             await harness.until(lambda: lent(None, ServiceStatus.READY))
-            assert harness.store.services.beats[-1]["policy_version"] == expected
-
-    await harness.during_run(play)
-    lending = [("pause", "abort"), ("release",), ("memory", "weights")]
-    back = [("memory", "kv_cache"), ("resume",)]
+            assert harness.beat["policy_version"] == expected
+    lending = [("pause", "abort"), ("release_memory",), ("resume_memory", "weights")]
+    back = [("resume_memory", "kv_cache"), ("resume",)]
     assert harness.client.calls == [
-        ("version", 0), *lending, ("update", "/models/base", 0), *back,
-        *lending, ("update", version.location, 4), *back,
+        ("set_version", 0), *lending, ("update_weights", "/models/base", 0), *back,
+        *lending, ("update_weights", version.location, 4), *back,
     ]  # fmt: skip
 
 
 async def test_an_engine_that_keeps_its_memory_is_ended(turns: tuple[Harness, DeviceLease]) -> None:
     harness, trainer = turns
-    harness.client.keeps_memory = True
+    harness.client.failing["release_memory"] = 99
     task = asyncio.create_task(harness.engine.run())
     turn = asyncio.create_task(trainer.acquire(urgent=True))
     async with asyncio.timeout(10):
@@ -362,7 +342,7 @@ async def test_an_engine_that_keeps_its_memory_is_ended(turns: tuple[Harness, De
 
 async def test_an_engine_that_ends_is_an_error(harness: Harness) -> None:
     task = asyncio.create_task(harness.engine.run())
-    await harness.until(lambda: len(harness.store.services.beats) >= 2)
+    await harness.until_beats(2)
     harness.process.returncode = -11
     async with asyncio.timeout(10):
         with pytest.raises(EngineError, match="-11"):
@@ -371,11 +351,9 @@ async def test_an_engine_that_ends_is_an_error(harness: Harness) -> None:
 
 
 async def test_an_engine_stops_without_error_while_the_database_is_unavailable(harness: Harness) -> None:
-    async def play() -> None:
-        await harness.until(lambda: len(harness.store.services.beats) >= 2)
+    async with harness.running():
+        await harness.until_beats(2)
         harness.store.services.away = True
-
-    await harness.during_run(play)
     assert harness.store.services.stopped == []
 
 
@@ -395,29 +373,33 @@ async def test_it_starts_with_the_newest_intact_version(harness: Harness, tmp_pa
     assert await starting_weights(store, ModelConfig(model_name_or_path="/base"), copy) == (0, "/base", None)
 
 
-def served(harness: Harness, copy: LocalCopy, loaded: int = 0) -> ServedWeights:
-    client: Any = harness.client
+def chain_of(harness: Harness, folder: Path, *steps: int) -> Chain:
+    """Publish random weights, and for each step these weights plus its number, where ``harness`` looks."""
+    chain = Chain(folder)
+    weights = random_weights(random.Random(0))
+    chain.publish(weights)
+    for step, number in enumerate(steps, 1):
+        chain.publish({name: tensor + number for name, tensor in weights.items()}, step)
     store: Any = harness.store
-    return ServedWeights(client, store, copy, ServedAdapters(client, copy, run_name="run"), loaded=loaded)
+    store.policy_versions.get = chain.get
+    return chain
+
+
+def served(harness: Harness, copy: LocalCopy, loaded: int = 0) -> ServedWeights:
+    return weights_of(harness.client, harness.store, copy, loaded)
 
 
 async def test_a_delta_is_loaded_from_the_copy_of_the_host(harness: Harness, tmp_path: Path) -> None:
-    chain: Any = Chain(tmp_path / "published")
-    weights = random_weights(random.Random(0))
-    chain.publish(weights)
-    chain.publish({name: tensor + 1 for name, tensor in weights.items()}, 1)
-    chain.publish(weights, 2)
-    store: Any = harness.store
-    store.policy_versions.get = chain.get
-    harness.client.takes_deltas = False
+    chain = chain_of(harness, tmp_path / "published", 1, 0)
+    harness.client.refused = {"prepare_delta"}
     await harness.engine.update(chain.versions[2])
-    assert ("update", str(harness.copy.folder), 2) in harness.client.calls
-    assert harness.store.services.beats[-1]["policy_version"] == 2
-    other = served(harness, LocalCopy(tmp_path / "copy"))  # type: ignore[arg-type]
+    assert ("update_weights", str(harness.copy.folder), 2) in harness.client.calls
+    assert harness.beat["policy_version"] == 2
+    other = served(harness, LocalCopy(tmp_path / "copy"))
     await other.fetch(chain.versions[3])
     harness.client.calls.clear()
     assert await other.load(chain.versions[2]) == 3  # another engine has changed the copy meanwhile
-    assert harness.client.calls == [("update", str(harness.copy.folder), 3)]
+    assert harness.client.calls == [("update_weights", str(harness.copy.folder), 3)]
     (tmp_path / "published/v000003/rank-0.delta").unlink()
     late = served(harness, LocalCopy(tmp_path / "late"), loaded=1)
     await late.fetch(chain.versions[3])
@@ -432,39 +414,33 @@ async def test_a_delta_is_loaded_from_the_copy_of_the_host(harness: Harness, tmp
 async def test_an_engine_that_takes_deltas_changes_its_weights_before_the_copy_follows(
     harness: Harness, tmp_path: Path
 ) -> None:
-    chain: Any = Chain(tmp_path / "published")
-    weights = random_weights(random.Random(0))
-    chain.publish(weights)
-    for number in range(1, 5):
-        chain.publish({name: tensor + number for name, tensor in weights.items()}, number)
-    store: Any = harness.store
-    store.policy_versions.get = chain.get
+    chain = chain_of(harness, tmp_path / "published", 1, 2, 3, 4)
     calls, copy = harness.client.calls, harness.copy
 
     def holds(version: int) -> bool:
         return copy._state().is_whole(chain.versions[version])
 
-    weights_of = served(harness, copy, loaded=1)
-    await weights_of.fetch(chain.versions[3])  # version 2 was missed
-    assert calls == [("prepare", ["2", "3"], 1)]
-    assert await weights_of.load(chain.versions[3]) == 3
-    assert calls.pop() == ("apply", 3)
+    weights = served(harness, copy, loaded=1)
+    await weights.fetch(chain.versions[3])  # version 2 was missed
+    assert calls == [("prepare_delta", ["2", "3"], 1)]
+    assert await weights.load(chain.versions[3]) == 3
+    assert calls.pop() == ("apply_delta", 3)
     assert not holds(3)
-    await weights_of.keep_up()
+    await weights.keep_up()
     assert holds(3)
-    harness.client.refuses = True  # its memory was released in between
-    await weights_of.fetch(chain.versions[4])
-    with pytest.raises(EngineRefusedError, match="does not fit"):
-        await weights_of.load(chain.versions[4])
-    assert calls[-2:] == [("apply", 4), ("update", str(copy.folder), 4)]
-    harness.client.refuses = False
-    assert await weights_of.load(chain.versions[4]) == 4
-    assert calls[-1] == ("update", str(copy.folder), 4)
+    harness.client.refused = {"apply_delta", "update_weights"}  # its memory was released in between
+    await weights.fetch(chain.versions[4])
+    with pytest.raises(EngineRefusedError, match="no update_weights"):
+        await weights.load(chain.versions[4])
+    assert calls[-2:] == [("apply_delta", 4), ("update_weights", str(copy.folder), 4)]
+    harness.client.refused.clear()
+    assert await weights.load(chain.versions[4]) == 4
+    assert calls[-1] == ("update_weights", str(copy.folder), 4)
     delta = tmp_path / "published/v000005/rank-0.delta"
     delta.write_bytes(bytes(delta.stat().st_size))
     with pytest.raises(PublishError, match="has the sha256"):
-        await weights_of.fetch(chain.versions[5])
-    assert weights_of.needs_full
+        await weights.fetch(chain.versions[5])
+    assert weights.needs_full
 
 
 async def test_a_host_without_the_trainer_s_folder_starts_with_its_own_model(

@@ -31,10 +31,8 @@ def served(engine: int | None) -> list[int]:
     return [] if engine is None else [engine]
 
 
-def admission(*, sync: bool, max_staleness: int = 1) -> Admission:
-    return Admission(
-        SamplingConfig(sync_sampling=sync, max_staleness=max_staleness), TrainConfig(groups_per_step=4)
-    )
+def admission(*, sync: bool, **flags: int) -> Admission:
+    return Admission(SamplingConfig(sync_sampling=sync, **flags), TrainConfig(groups_per_step=4))
 
 
 @pytest.mark.parametrize(("max_staleness", "groups"), [(0, 4), (1, 8), (3, 16)])
@@ -108,6 +106,5 @@ async def test_synchronous_sampling_waits_for_weights_and_engines(
 
 @pytest.mark.parametrize(("state", "groups"), [(store(5, 5, 5), 7), (store(6, 6, last_step=7), 0)])
 async def test_oversampled_groups_come_on_top_of_those_that_may_begin_at_all(state: Any, groups: int) -> None:
-    sampling = SamplingConfig(sync_sampling=True, oversample_groups=3)
-    allowed = Admission(sampling, TrainConfig(groups_per_step=4))
+    allowed = admission(sync=True, oversample_groups=3)
     assert (await allowed.groups_allowed(state, [6])).groups == groups

@@ -6,20 +6,17 @@ import json
 
 import pytest
 from rollout_fakes import CUT, PLAIN, format_of
-from trajectories import Trajectory, trained
+from trajectories import ADD, ANSWER, FULL, LONG, Trajectory, trained
 
 from agentrl.documents.model_call import full_messages, unpack_ids
 from agentrl.documents.status import CallStatus, StopReason
 from agentrl.documents.task_json import make_task
-from agentrl.errors import ConfigError, ToolServerError
+from agentrl.errors import ToolServerError
 from agentrl.rollout.agent_io import Outcome
-from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.context import SUMMARY_HEADING, without_tools
 from agentrl.rollout.rollout import Rollout
 
-ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 FAIL = '<tool_call>{"name": "fail", "arguments": {}}</tool_call>'
-ANSWER = "So it is <answer>3</answer>"
 
 
 async def test_an_attempt_has_seeds_of_its_own_and_the_same_ones_again() -> None:
@@ -51,9 +48,8 @@ async def test_the_stored_ids_are_the_prompts_and_outputs_of_the_engine() -> Non
     trajectory = Trajectory(ADD, "hm", FAIL, ANSWER)
     await trajectory.run()
     prompt: list[int] = []
-    for call, asked, said in zip(
-        trajectory.calls, trajectory.engine.prompts, trajectory.engine.outputs, strict=True
-    ):
+    engine = trajectory.engine
+    for call, asked, said in zip(trajectory.calls, engine.prompts, engine.outputs, strict=True):
         prompt += unpack_ids(call.context_ids).tolist()
         assert prompt == asked
         assert call.prompt_tokens == len(asked)
@@ -153,17 +149,11 @@ async def test_the_same_text_again_is_a_repetition() -> None:
 
 
 async def test_repetition_may_reset_the_context() -> None:
-    trajectory = Trajectory(
-        "hm", "hm", ANSWER,
-        repetition_early_stop_times=2, enable_repetition_compress=True, new_context="discard_all_tools",
-    )  # fmt: skip
+    flags = {"repetition_early_stop_times": 2, "enable_repetition_compress": True}
+    trajectory = Trajectory("hm", "hm", ANSWER, new_context="discard_all_tools", **flags)
     assert (await trajectory.run()).stop_reason is StopReason.ANSWERED
     assert trajectory.rollout.context_resets == 1
     assert [call.parent is None for call in trajectory.calls] == [True, False, True]
-
-
-FULL = {"max_prompt_tokens": 700, "prompt_reserve_tokens": 540}
-LONG = "I think of it at length. " * 4
 
 
 async def test_a_full_context_ends_the_trajectory() -> None:
@@ -173,9 +163,8 @@ async def test_a_full_context_ends_the_trajectory() -> None:
 
 
 async def test_a_summary_takes_the_place_of_a_full_context() -> None:
-    trajectory = Trajectory(
-        LONG + ADD, "<think>x</think>1+2 gives 3.", ANSWER, new_context="discard_all", **FULL
-    )
+    script = (LONG + ADD, "<think>x</think>1+2 gives 3.", ANSWER)
+    trajectory = Trajectory(*script, new_context="discard_all", **FULL)
     assert (await trajectory.run()).final_answer == "3"
     first, summary, last = trajectory.calls
     assert (first.parent, summary.parent, last.parent) == (None, first.id, None)
@@ -217,9 +206,8 @@ async def test_few_shot_messages_precede_the_question_and_are_never_trained() ->
     ]
     row = {"id": "t", "query": "1+2?", "messages": [{"role": "system", "content": "S"}, *shots]}
     task = make_task(row, "train", 1)
-    trajectory = Trajectory(
-        ADD, ANSWER, task={"messages": task.messages, "system_prompt": task.system_prompt}
-    )
+    fields = {"messages": task.messages, "system_prompt": task.system_prompt}
+    trajectory = Trajectory(ADD, ANSWER, task=fields)
     assert (await trajectory.run()).final_answer == "3"
     roles = [message["role"] for message in trajectory.calls[0].messages]
     assert roles == ["system", "user", "assistant", "tool", "assistant", "user"]
@@ -238,14 +226,6 @@ async def test_the_example_agent_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await trajectory.run("custom_agent:second_look") == Outcome(StopReason.ANSWERED, "3")
     trajectory = Trajectory("<answer>4</answer>", "hm", max_turns=2)
     assert await trajectory.run("custom_agent:second_look") == Outcome(StopReason.ANSWERED, "4")
-
-
-def test_an_unknown_agent_names_the_nearest() -> None:
-    assert {"react", "single_turn"} <= set(AGENTS.names())
-    with pytest.raises(ConfigError, match="did you mean 'react'"):
-        AGENTS.get("reakt")
-    with pytest.raises(ConfigError, match="cannot be imported"):
-        AGENTS.get("no_such_module:run")
 
 
 async def test_parameters_of_one_call_are_stored_with_it() -> None:

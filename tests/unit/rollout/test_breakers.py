@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 from waiting import until
 
+from agentrl.concurrency import background
 from agentrl.errors import (
     ENGINES,
     Dependency,
@@ -37,6 +38,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.rollout.outages.FIRST_PROBE_SECONDS", 0.01)
 
 
+@pytest.fixture
+async def outages() -> AsyncIterator[Outages]:
+    opened = Outages()
+    yield opened
+    opened.close()
+
+
+def fail(breaker: Breaker, times: int = OPEN_AFTER, **how: float) -> None:
+    for _ in range(times):
+        breaker.failed("refused", **how)
+
+
 class Server:
     """A tool server that is down until it is started; counts the calls that reach it."""
 
@@ -63,71 +76,54 @@ async def hold(outages: Outages, call: Callable[[], object], seconds: float = 5.
         return await outages.hold(call, clock)  # type: ignore[arg-type]
 
 
-def test_what_has_not_come_up_yet_is_awaited_without_a_warning_until_a_call_fails(
+async def test_what_has_not_come_up_yet_is_awaited_without_a_warning_until_a_call_fails(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def run() -> None:
-        breaker = Breaker(SEARCH, lambda: None)
-        breaker.not_up_yet()
-        breaker.not_up_yet()
-        assert breaker.is_open
-        assert breaker.is_awaited
-        breaker.succeeded()
-        assert not breaker.is_open
-        assert not breaker.is_awaited
-        assert caplog.records == []
-        breaker.not_up_yet()
-        breaker.failed("no engine for 300 s")
-        assert breaker.is_open
-        assert not breaker.is_awaited
-        assert [record.levelname for record in caplog.records] == ["WARNING"]
-        breaker.close()
-
-    asyncio.run(run())
+    breaker = Breaker(SEARCH, lambda: None)
+    breaker.not_up_yet()
+    breaker.not_up_yet()
+    assert (breaker.is_open, breaker.is_awaited) == (True, True)
+    breaker.succeeded()
+    assert (breaker.is_open, breaker.is_awaited) == (False, False)
+    assert caplog.records == []
+    breaker.not_up_yet()
+    breaker.failed("no engine for 300 s")
+    assert (breaker.is_open, breaker.is_awaited) == (True, False)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    breaker.close()
 
 
-def test_outages_that_are_stored_leave_out_what_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_outages_that_are_stored_leave_out_what_is_awaited(
+    outages: Outages, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored: list[list[Breaker]] = []
 
     async def write(self: object, down: list[Breaker]) -> None:
         stored.append(down)
 
-    async def run() -> None:
-        outages = Outages()
-        outages.breaker(SEARCH).not_up_yet()
-        monkeypatch.setattr(breaker_module._Reports, "write", write)
-        reporter = asyncio.create_task(breaker_module.report_outages(None, lambda: outages.open, "a"))  # type: ignore[arg-type]
+    outages.breaker(SEARCH).not_up_yet()
+    monkeypatch.setattr(breaker_module._Reports, "write", write)
+    async with background(breaker_module.report_outages(None, lambda: outages.open, "a")):  # type: ignore[arg-type]
         await until(lambda: bool(stored))
-        reporter.cancel()
-        await asyncio.gather(reporter, return_exceptions=True)
-        outages.close()
-
-    asyncio.run(run())
     assert stored[0] == []
 
 
-def test_a_breaker_opens_after_consecutive_failures_only() -> None:
-    async def run() -> None:
-        changes: list[bool] = []
-        breaker = Breaker(SEARCH, lambda: changes.append(breaker.is_open))
-        for _ in range(OPEN_AFTER - 1):
-            breaker.failed("refused")
-        breaker.succeeded()
-        for _ in range(OPEN_AFTER - 1):
-            breaker.failed("refused")
-        assert not breaker.is_open
-        breaker.failed("refused again")
-        assert breaker.is_open
-        assert breaker.why == "refused again"
-        breaker.succeeded()
-        assert not breaker.is_open
-        assert changes == [True, False]
-
-    asyncio.run(run())
+async def test_a_breaker_opens_after_consecutive_failures_only() -> None:
+    changes: list[bool] = []
+    breaker = Breaker(SEARCH, lambda: changes.append(breaker.is_open))
+    fail(breaker, OPEN_AFTER - 1)
+    breaker.succeeded()
+    fail(breaker, OPEN_AFTER - 1)
+    assert not breaker.is_open
+    breaker.failed("refused again")
+    assert (breaker.is_open, breaker.why) == (True, "refused again")
+    breaker.succeeded()
+    assert not breaker.is_open
+    assert changes == [True, False]
 
 
-async def test_calls_are_held_while_their_server_is_down_and_one_at_a_time_probes() -> None:
-    outages, server = Outages(), Server()
+async def test_calls_are_held_while_their_server_is_down_and_one_at_a_time_probes(outages: Outages) -> None:
+    server = Server()
     held = [asyncio.create_task(hold(outages, server.call)) for _ in range(20)]
     await until(lambda: bool(outages.open) and outages.open[0].held >= 19)
     reached, server.most_in_flight = server.calls, 0
@@ -138,8 +134,8 @@ async def test_calls_are_held_while_their_server_is_down_and_one_at_a_time_probe
     assert outages.open == []
 
 
-async def test_probes_go_round_so_that_a_call_that_always_fails_holds_nobody_up() -> None:
-    outages, server = Outages(), Server()
+async def test_probes_go_round_so_that_a_call_that_always_fails_holds_nobody_up(outages: Outages) -> None:
+    server = Server()
     poison = asyncio.create_task(hold(outages, Server().call))
     await until(lambda: bool(outages.open))
     server.is_up = True
@@ -148,15 +144,16 @@ async def test_probes_go_round_so_that_a_call_that_always_fails_holds_nobody_up(
     await asyncio.gather(poison, return_exceptions=True)
 
 
-async def test_a_call_that_fails_while_others_are_served_is_the_trajectorys_own_failure() -> None:
-    outages, server = Outages(), Server()
+async def test_a_call_that_fails_while_others_are_served_is_the_trajectorys_own_failure(
+    outages: Outages,
+) -> None:
     attempts = 0
 
     async def crash() -> None:
         nonlocal attempts
         attempts += 1
         outages.breaker(SEARCH).succeeded()  # another trajectory's call
-        await server.call()
+        await Server().call()
 
     with pytest.raises(ToolServerError) as error:
         await hold(outages, crash)
@@ -171,64 +168,69 @@ async def test_a_call_is_given_back_after_the_wait_and_still_names_the_outage() 
     assert error.value.outage == SEARCH
 
 
-async def test_the_clock_of_a_trajectory_stands_still_while_it_is_held() -> None:
-    outages, server = Outages(), Server()
+async def test_the_clock_of_a_trajectory_stands_still_while_it_is_held(outages: Outages) -> None:
+    server = Server()
     asyncio.get_running_loop().call_later(0.3, setattr, server, "is_up", True)
     assert await hold(outages, server.call, seconds=0.1) == "found"
     with pytest.raises(TimeoutError):
         await hold(outages, lambda: asyncio.sleep(5), seconds=0.05)
 
 
-async def test_an_error_without_an_outage_passes_at_once() -> None:
+async def test_an_error_without_an_outage_passes_at_once(outages: Outages) -> None:
     async def refuse() -> None:
         raise FailureError("too long")
 
     with pytest.raises(FailureError, match="too long"):
-        await hold(Outages(), refuse)
+        await hold(outages, refuse)
 
 
-async def test_a_lost_session_ends_its_trajectory_at_once_and_often_lost_ones_are_its_own_fault() -> None:
-    server = Dependency(DependencyKind.ENVIRONMENT, "http://a")
+GAMES = Dependency(DependencyKind.ENVIRONMENT, "http://a")
 
+
+async def test_a_lost_session_ends_its_trajectory_at_once_and_often_lost_ones_are_its_own_fault(
+    outages: Outages,
+) -> None:
     async def lose() -> None:
         error = SessionLostError("closed")
-        error.outage = server
+        error.outage = GAMES
         raise error
 
-    outages = Outages()
     for _ in range(OPEN_AFTER):
         with pytest.raises(SessionLostError) as caught:
             await hold(outages, lose)
-        assert caught.value.outage == server
+        assert caught.value.outage == GAMES
     assert outages.needs_down().environments == {"http://a"}
     losses = [outages.count_lost_session("train/0/a", 0) for _ in range(LOST_SESSIONS)]
     assert losses[-2:] == [False, True]
     assert not outages.count_lost_session("train/0/a", 1), "another slot of the task has lost one"
-    outages.close()
 
 
-async def test_a_full_server_is_asked_again_and_no_trajectory_is_to_blame() -> None:
-    server = Dependency(DependencyKind.ENVIRONMENT, "http://a")
-    outages, refusals = Outages(), iter(range(OWN_FAILURES + 2))
+async def test_a_full_server_is_asked_again_and_no_trajectory_is_to_blame(outages: Outages) -> None:
+    refusals = iter(range(OWN_FAILURES + 2))
 
     async def ask() -> str:
         if next(refusals, None) is None:
             return "seat"
-        outages.breaker(server).succeeded()
+        outages.breaker(GAMES).succeeded()
         error = ServerFullError("no free session", sessions=2)
-        error.outage = server
+        error.outage = GAMES
         raise error
 
     assert await hold(outages, ask) == "seat"
     assert outages.open == []
 
 
-async def test_claims_leave_out_what_is_down_until_a_probe_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaker_module, "FIRST_PROBE_SECONDS", 0.1)
-    outages = Outages()
+def lose_judge(outages: Outages) -> None:
     for _ in range(OPEN_AFTER):
-        outages.breaker(SEARCH).failed("refused")
         outages.scorer_failed("agentcpm", ScorerError("429", outage=judge("gpt")))
+
+
+async def test_claims_leave_out_what_is_down_until_a_probe_is_due(
+    outages: Outages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker_module, "FIRST_PROBE_SECONDS", 0.1)
+    fail(outages.breaker(SEARCH))
+    lose_judge(outages)
     needs = outages.needs_down()
     assert (needs.servers, needs.scorers) == ({"search"}, {"agentcpm"})
     await until(lambda: not outages.needs_down().servers)
@@ -237,27 +239,22 @@ async def test_claims_leave_out_what_is_down_until_a_probe_is_due(monkeypatch: p
     outages.breaker(SEARCH).succeeded()
     outages.scorer_succeeded("agentcpm")
     assert outages.open == []
-    outages.close()
 
 
 async def test_nothing_is_claimed_while_the_engines_are_down_and_trajectories_wait_for_them(
-    monkeypatch: pytest.MonkeyPatch,
+    outages: Outages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(breaker_module, "FIRST_PROBE_SECONDS", 0.05)
-    outages = Outages()
     assert not outages.blocks_claims(running=3)
-    for _ in range(OPEN_AFTER):
-        outages.breaker(ENGINES).failed("no engine")
+    fail(outages.breaker(ENGINES))
     assert outages.blocks_claims(running=0)
     await until(lambda: not outages.blocks_claims(running=0))
     assert outages.blocks_claims(running=3)
-    outages.close()
 
 
 async def test_a_breaker_waits_as_long_as_the_dependency_asked() -> None:
     breaker = Breaker(judge("gpt"), lambda: None)
-    for _ in range(OPEN_AFTER):
-        breaker.failed("429", retry_after=0.2)
+    fail(breaker, retry_after=0.2)
     await asyncio.sleep(0.1)
     assert not breaker.probe_is_due
     await until(lambda: breaker.probe_is_due)
@@ -266,26 +263,21 @@ async def test_a_breaker_waits_as_long_as_the_dependency_asked() -> None:
 
 @pytest.mark.attack
 async def test_no_dependency_may_ask_for_more_than_an_hour() -> None:
-    breaker, limits = (
-        Breaker(judge("gpt"), lambda: None),
-        Limits(ModelEndpoint(model="gpt", base_url="http://judge", api_key="")),
-    )
+    breaker = Breaker(judge("gpt"), lambda: None)
+    limits = Limits(ModelEndpoint(model="gpt", base_url="http://judge", api_key=""))
     for asked in (9e99, float("inf"), float("nan")):
         limits.pause(asked)
-        for _ in range(OPEN_AFTER):
-            breaker.failed("429", retry_after=asked)
+        fail(breaker, retry_after=asked)
     assert breaker._probe_at <= time.monotonic() + LONGEST_PAUSE_SECONDS
     assert limits.paused_seconds() <= LONGEST_PAUSE_SECONDS
     breaker.close()
 
 
 async def test_a_judge_is_probed_by_what_waits_for_a_score_and_else_by_the_trajectory_that_was_chosen(
-    monkeypatch: pytest.MonkeyPatch,
+    outages: Outages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentrl.rollout.outages._QUEUE_SECONDS", 0.2)
-    outages = Outages()
-    for _ in range(OPEN_AFTER):
-        outages.scorer_failed("agentcpm", ScorerError("429", outage=judge("gpt")))
+    lose_judge(outages)
     await until(lambda: not outages.needs_down().scorers)
     assert outages.needs_down(of_new=True).scorers == {"agentcpm"}
     await until(lambda: not outages.needs_down(of_new=True).scorers)
@@ -293,4 +285,3 @@ async def test_a_judge_is_probed_by_what_waits_for_a_score_and_else_by_the_traje
     assert outages.needs_down(of_new=True).scorers == {"agentcpm"}
     assert outages.needs_down("another").scorers == {"agentcpm"}
     assert outages.needs_down("chosen").scorers == frozenset()
-    outages.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from trajectories import Trajectory, score_trajectory
+from trajectories import ADD, Trajectory, score_trajectory
 
 from agentrl.config.schema import SamplingConfig
 from agentrl.documents.status import StopReason
@@ -14,8 +14,6 @@ from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS, agent
 from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.scorers import ScorerContext, ScoreResult
-
-ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
 
 @agent("counting_agent")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from rollout_fakes import CUT
-from trajectories import Trajectory, converted, trained
+from trajectories import ADD, ANSWER, FULL, LONG, Trajectory, converted, trained
 
 from agentrl.chat.chat_format import Message
 from agentrl.documents.model_call import unpack_ids
@@ -13,10 +15,6 @@ from agentrl.errors import TrajectoryError
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.rollout import Rollout
 
-ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-ANSWER = "So it is <answer>3</answer>"
-FULL = {"max_prompt_tokens": 700, "prompt_reserve_tokens": 540}
-LONG = "I think of it at length. " * 4
 SHOTS = ({"role": "user", "content": "0?"}, {"role": "assistant", "content": "0"})
 
 
@@ -32,9 +30,8 @@ async def test_each_generated_token_of_every_context_is_trained_once(
     manager: str, script: tuple[str, ...]
 ) -> None:
     limits = {"max_prompt_tokens": 900, "prompt_reserve_tokens": 710}
-    trajectory = Trajectory(
-        *script, new_context=manager, system_prompt="S", task={"messages": SHOTS}, **limits
-    )
+    flags: dict[str, Any] = {"new_context": manager, "system_prompt": "S", **limits}
+    trajectory = Trajectory(*script, task={"messages": SHOTS}, **flags)
     trajectory.tools.text = "x" * 100
     assert (await trajectory.run()).final_answer == "3"
     assert_every_context_is_a_branch(trajectory, contexts=trajectory.rollout.context_resets + 1)

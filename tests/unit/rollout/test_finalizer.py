@@ -8,12 +8,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from made_documents import made_call, made_record, made_task
 
 from agentrl.config.schema import GroupConfig
-from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
-from agentrl.documents.record import Record
-from agentrl.documents.status import CallStatus
-from agentrl.documents.task import Task
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.client import Store
 from agentrl.store.groups import StoredGroup
@@ -21,25 +18,10 @@ from agentrl.store.groups import StoredGroup
 
 def group(name: str, params: dict[str, Any]) -> StoredGroup:
     """A right and a wrong trajectory of one call each."""
-    task = Task(id=name, task_id=name, split="train", epoch=0, order=0, query="q")
-    records = [
-        Record(
-            id=f"{name}/{traj}/1", task=name, traj_id=traj, attempt=1, split="train", epoch=0, query="q",
-            score=float(traj), turns=1,
-        )
-        for traj in (0, 1)
-    ]  # fmt: skip
-    calls = [
-        DispatchedSamplingTask(
-            id=f"{record.id}/0", record=record.id, index=0, parent=None, status=CallStatus.COMPLETED,
-            messages=(), response={}, finish_reason="stop",
-            versions=(VersionSpan(version=0, start=0, end=1),), prompt_tokens=1, generated_tokens=1,
-            engine="e", sampling_params=params, generate_seconds=0.1, context_ids=pack_ids([1]),
-            output_ids=pack_ids([2]), logprobs=pack_floats([-1.0]),
-        )
-        for record in records
-    ]  # fmt: skip
-    return StoredGroup(task=task, records=records, calls={call.record: [call] for call in calls})
+    task = made_task(name, id=name)
+    records = [made_record(task, place, float(place), turns=1) for place in (0, 1)]
+    calls = {record.id: [made_call(record.id, 0, sampling_params=params)] for record in records}
+    return StoredGroup(task=task, records=records, calls=calls)
 
 
 class Groups:
@@ -57,27 +39,16 @@ class Groups:
 
 async def test_a_parameter_that_masks_calls_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     penalized = {"temperature": 0.5, "presence_penalty": 1.5}
-    groups = Groups(
-        [
-            group("a", {"temperature": 0.5}),
-            group("b", penalized),
-            group("c", penalized),
-            group("d", {"top_p": 0.9}),
-        ]
-    )
-    finalizer = GroupFinalizer(
-        cast("Store", SimpleNamespace(groups=groups)), GroupConfig(), split="train", seed=0
-    )
+    params = {"a": {"temperature": 0.5}, "b": penalized, "c": penalized, "d": {"top_p": 0.9}}
+    groups = Groups([group(*item) for item in params.items()])
+    store = cast("Store", SimpleNamespace(groups=groups))
+    finalizer = GroupFinalizer(store, GroupConfig(), split="train", seed=0)
     with caplog.at_level(logging.WARNING):
         for name in "abcd":
             assert await finalizer.finalize(name)
     masked = [summary["masked_calls"] for summary in groups.summaries.values()]
-    assert masked == [
-        [],
-        [{"because": "presence_penalty 1.5", "calls": 2}],
-        [{"because": "presence_penalty 1.5", "calls": 2}],
-        [{"because": "top_p 0.9", "calls": 2}],
-    ]
+    reasons = ("presence_penalty 1.5", "presence_penalty 1.5", "top_p 0.9")
+    assert masked == [[], *([{"because": reason, "calls": 2}] for reason in reasons)]
     assert [record.getMessage().partition(" are recorded")[0] for record in caplog.records] == [
         "model calls sampled with presence_penalty 1.5", "model calls sampled with top_p 0.9",
     ]  # fmt: skip

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from trajectories import Trajectory, converted, trained
+from trajectories import ADD, Trajectory, converted, trained
 
 from agentrl.chat.chat_format import Message
 from agentrl.documents.status import CallStatus, StopReason
 from agentrl.errors import TrajectoryError
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.rollout import Rollout
-
-ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
 
 def user(text: str) -> Message:

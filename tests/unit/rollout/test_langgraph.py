@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypedDict
 
 import pytest
-from trajectories import Trajectory, trained
+from trajectories import ADD, Trajectory, trained
 
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.status import CallStatus, StopReason
 from agentrl.errors import ConfigError, FailureError, TrajectoryError
 from agentrl.rollout.agent_io import Outcome
-from agentrl.rollout.agents import AGENTS, agent
+from agentrl.rollout.agents import agent
 from agentrl.rollout.rollout import Rollout, current_rollout
 
 pytest.importorskip("langgraph", reason="not installed: langgraph (pip install 'agentrl[langgraph]')")
@@ -27,8 +27,6 @@ from langgraph.prebuilt import ToolNode, tools_condition
 from agentrl.rollout.langgraph import PolicyChatModel, policy_tools, run_graph
 from agentrl.rollout.langgraph.agent_graph import AgentGraphOutput, BaseAgentGraph, CustomChatModel
 
-ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-
 
 @tool
 def add(a: int, b: int) -> int:
@@ -36,13 +34,8 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def with_tools(tools: Any, **settings: Any) -> Any:
+def looped(call: Any, tools: Any) -> Any:
     """Build the graph model → tools → model."""
-    model = PolicyChatModel(**settings).bind_tools(tools)
-
-    async def call(state: MessagesState) -> dict[str, Any]:
-        return {"messages": [await model.ainvoke(state["messages"])]}
-
     graph = StateGraph(MessagesState)
     graph.add_node("model", call)
     graph.add_node("tools", ToolNode(tools))
@@ -52,12 +45,24 @@ def with_tools(tools: Any, **settings: Any) -> Any:
     return graph.compile()
 
 
+def asking(model: Any) -> Any:
+    """A node that asks a model."""
+
+    async def call(state: MessagesState) -> dict[str, Any]:
+        return {"messages": [await model.ainvoke(state["messages"])]}
+
+    return call
+
+
+def with_tools(tools: Any, **settings: Any) -> Any:
+    return looped(asking(PolicyChatModel(**settings).bind_tools(tools)), tools)
+
+
 async def run(found: Any, *script: Any, **flags: Any) -> tuple[Trajectory, Outcome]:
     """Run a graph as the agent that it is registered as."""
     agent("graph_of_test")(found)
     trajectory = Trajectory(*script, **flags)
-    registered = AGENTS.get("graph_of_test")
-    return trajectory, await trajectory.run("graph_of_test" if registered else "")
+    return trajectory, await trajectory.run("graph_of_test")
 
 
 async def test_a_compiled_graph_with_tools_is_one_chain_of_sampled_ids() -> None:
@@ -77,15 +82,11 @@ async def test_the_tools_of_the_trajectory_are_recorded() -> None:
     async def drive(rollout: Rollout) -> Outcome:
         return await run_graph(rollout, with_tools(policy_tools()))
 
-    trajectory = Trajectory(
-        ADD, '<tool_call>{"name": "fail", "arguments": {}}</tool_call>', "<answer>3</answer>"
-    )
+    fail = '<tool_call>{"name": "fail", "arguments": {}}</tool_call>'
+    trajectory = Trajectory(ADD, fail, "<answer>3</answer>")
     assert (await trajectory.run(drive)).final_answer == "3"
-    assert [[item.result for item in call.tool_executions] for call in trajectory.calls] == [
-        ["3"],
-        ["it broke"],
-        [],
-    ]
+    results = [[item.result for item in call.tool_executions] for call in trajectory.calls]
+    assert results == [["3"], ["it broke"], []]
     assert trajectory.statuses == [CallStatus.COMPLETED, CallStatus.TOOL_FAILED, CallStatus.COMPLETED]
     assert trajectory.tools.calls == [("add", {"a": 1, "b": 2}), ("fail", {})]
 
@@ -120,9 +121,7 @@ async def test_build_graph_gets_the_cfg_file_and_is_built_once(tmp_path: Path) -
 
 async def test_a_graph_that_drops_messages_branches() -> None:
     model = PolicyChatModel()
-
-    async def think(state: MessagesState) -> dict[str, Any]:
-        return {"messages": [await model.ainvoke(state["messages"])]}
+    think = asking(model)
 
     async def shorten(state: MessagesState) -> dict[str, Any]:
         summary = await model.ainvoke([*state["messages"], HumanMessage("Summarize.")])
@@ -207,13 +206,7 @@ class Adder(BaseAgentGraph):
             params = {**config["configurable"]["sampling_params"], "max_new_tokens": self.cfg.tokens}
             return {"messages": [await self.model.ainvoke(state["messages"], sampling_params=params)]}
 
-        graph = StateGraph(MessagesState)
-        graph.add_node("model", call)
-        graph.add_node("tools", ToolNode([add]))
-        graph.add_edge(START, "model")
-        graph.add_conditional_edges("model", tools_condition)
-        graph.add_edge("tools", "model")
-        self.graph = graph.compile()
+        self.graph = looped(call, [add])
 
     async def run(self, messages: Any, sampling_params: dict[str, Any], **kwargs: Any) -> AgentGraphOutput:
         assert (kwargs["ground_truth"], kwargs["level"]) == ("3", 7)
@@ -288,8 +281,7 @@ async def test_the_answer_is_the_policys_and_no_examples(
     graph = StateGraph(MessagesState)
     graph.add_node("think", think)
     graph.add_edge(START, "think")
-    agent("graph_of_test")(graph.compile())
-    outcome = await Trajectory(said, task={"messages": EXAMPLE}).run("graph_of_test")
+    _, outcome = await run(graph.compile(), said, task={"messages": EXAMPLE})
     assert outcome.final_answer == expected
     assert outcome.stop_reason is (StopReason.ANSWERED if expected else StopReason.TURNS_LIMIT)
 
@@ -313,9 +305,7 @@ async def test_limits_and_wrong_uses_are_named() -> None:
         return drive
 
     image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
-    for arguments, problem in (
-        ({"stop": ["x"]}, "stop sequences"), ({"n": 2}, "no parameter 'n'"),
-    ):  # fmt: skip
+    for arguments, problem in (({"stop": ["x"]}, "stop sequences"), ({"n": 2}, "no parameter 'n'")):
         with pytest.raises(ConfigError, match=problem):
             await Trajectory("x").run(wrong(**arguments))
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from trajectories import Trajectory
+from trajectories import ADD, ANSWER, Trajectory
 
 from agentrl.chat.model_folder import model_context_length
 from agentrl.config.schema import AgentConfig, SamplingConfig
@@ -55,21 +55,15 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
         ({"n_positions": 1024}, 1024),
         ({"hidden_size": 64}, None),
         ([1], None),
+        (None, None),
     ],
 )
 def test_the_context_length_of_a_model_is_read_from_its_configuration(
     config: object, length: int | None, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
     assert model_context_length(tmp_path) == length
-
-
-def test_a_folder_without_a_configuration_has_no_context_length(tmp_path: Path) -> None:
-    assert model_context_length(tmp_path) is None
-
-
-ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-ANSWER = "So it is <answer>3</answer>"
 
 
 async def test_each_call_asks_for_what_its_prompt_leaves_of_the_context() -> None:
@@ -82,10 +76,8 @@ async def test_each_call_asks_for_what_its_prompt_leaves_of_the_context() -> Non
 
 
 async def test_a_prompt_beyond_the_context_meets_its_manager_or_ends_with_a_named_reason() -> None:
-    for manager, reason in (
-        ("disabled", StopReason.LENGTH_LIMIT),
-        ("discard_all_tools", StopReason.ANSWERED),
-    ):
+    reasons = {"disabled": StopReason.LENGTH_LIMIT, "discard_all_tools": StopReason.ANSWERED}
+    for manager, reason in reasons.items():
         trajectory = Trajectory(ADD, ANSWER, new_context=manager)
         trajectory.engine.context_length = 1500
         trajectory.tools.text = "x" * 1500

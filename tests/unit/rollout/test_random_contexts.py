@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import chat_models as models
 import numpy as np
@@ -13,8 +12,6 @@ from numpy.typing import NDArray
 from trajectories import Trajectory, converted
 
 from agentrl.chat.chat_format import ChatFormat, Message
-from agentrl.chat.open_format import open_chat_format
-from agentrl.config.schema import ModelConfig
 from agentrl.documents.model_call import unpack_ids
 from agentrl.documents.routing import ExpertShape, pack_routing, unpack_routing
 from agentrl.documents.status import StopReason
@@ -31,9 +28,8 @@ EXPERTS = ExpertShape(layers=1, top_k=2, experts=1000)
 @pytest.fixture(scope="module", params=TEMPLATES)
 def chat_format(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
     """A template that keeps all thoughts, those of a tool cycle, or none."""
-    folder: Path = tmp_path_factory.mktemp("model")
-    models.write_model(folder, TEMPLATES[request.param])
-    chat_format = open_chat_format(folder, ModelConfig(chat_format="template"))
+    folder = tmp_path_factory.mktemp("model")
+    chat_format = models.opened(folder, TEMPLATES[request.param], name="template")
     assert chat_format.keeps == request.param
     return chat_format
 
@@ -73,12 +69,9 @@ async def play(seed: int, chat_format: ChatFormat, manager: str) -> Trajectory:
                 return Outcome(StopReason.LENGTH_LIMIT)
         return Outcome(StopReason.TURNS_LIMIT)
 
-    trajectory = Trajectory(
-        lambda _: next(said),
-        new_context="disabled" if manager == "custom" else manager,
-        max_prompt_tokens=2400,
-        prompt_reserve_tokens=900,
-    )
+    named = "disabled" if manager == "custom" else manager
+    limits = {"max_prompt_tokens": 2400, "prompt_reserve_tokens": 900}
+    trajectory = Trajectory(lambda _: next(said), new_context=named, **limits)
     trajectory.engine.chat_format = chat_format  # type: ignore[assignment]
     trajectory.engine.experts_of = lambda ids: pack_routing(experts_of(ids))
     trajectory.tools.text = "x" * chance.randrange(1, 200)

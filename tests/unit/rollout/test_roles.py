@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_llm import FakeLLM, fake_llm
-from trajectories import Trajectory, converted, score_trajectory
+from trajectories import ADD, Trajectory, converted, score_trajectory
 
 from agentrl.config.schema import SamplingConfig
 from agentrl.documents.model_call import unpack_ids
@@ -20,7 +20,6 @@ from agentrl.rollout.agents import react
 from agentrl.rollout.fixed_model import FixedModel
 from agentrl.rollout.rollout import Rollout
 
-ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 SECRET = "sk-not-for-anyones-eyes-123456"
 
 

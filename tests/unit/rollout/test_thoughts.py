@@ -8,9 +8,6 @@ import chat_models as models
 import pytest
 from trajectories import Trajectory, trained
 
-from agentrl.chat.open_format import open_chat_format
-from agentrl.config.schema import ModelConfig
-
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 CALL = f"<think>\nadd first\n</think>\n\n{ADD}"
 ANSWER = "<think>\nthree\n</think>\n\n<answer>3</answer>"
@@ -18,10 +15,7 @@ ANSWER = "<think>\nthree\n</think>\n\n<answer>3</answer>"
 
 def started(folder: Path, template: str, *script: str) -> Trajectory:
     trajectory = Trajectory(*script)
-    chat_format = open_chat_format(
-        models.write_model(folder / "model", template), ModelConfig(chat_format="template")
-    )
-    trajectory.engine.chat_format = chat_format
+    trajectory.engine.chat_format = models.opened(folder, template, name="template")
     return trajectory
 
 

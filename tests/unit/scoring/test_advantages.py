@@ -67,12 +67,6 @@ def test_what_an_estimator_does_wrong_is_an_error_of_its_group(result: list[Any]
         estimate("scripted", [0.0, 1.0])
 
 
-def test_an_unknown_estimator_is_refused_with_the_nearest_one() -> None:
-    with pytest.raises(ConfigError, match=r"unknown advantage estimator 'drgrpo' \(--advantage\)") as refused:
-        estimate("drgrpo", [0.0, 1.0])
-    assert "did you mean 'dr_grpo'?" in str(refused.value)
-
-
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 @pytest.mark.parametrize("huge", [1e308, 1e39, 1.1e18, -1e200])
 def test_rewards_that_training_cannot_square_are_refused(name: str, huge: float) -> None:

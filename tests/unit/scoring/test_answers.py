@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
+from made_documents import made_task
 
-from agentrl.documents.task import Task
 from agentrl.documents.task_messages import BadTaskError
 from agentrl.errors import ConfigError
 from agentrl.scoring.answers import extract_answer, require_readable
@@ -16,46 +15,34 @@ from agentrl.scoring.answers import extract_answer, require_readable
 @pytest.mark.parametrize(
     ("text", "schema", "expected"),
     [
-        ("<answer> 4 </answer>", "answer", "4"),
-        ("<answer>3</answer> no, <answer>4</answer>", "answer", "4"),
+        ("<answer> 4 </answer>", "answer", "4"), ("<answer>3</answer> no, <answer>4</answer>", "answer", "4"),
         ("<answer>unfinished <answer>4</answer>", "answer", "4"),
         ("<answer>two\nlines</answer>", "answer", "two\nlines"),
         ("<think><answer>1</answer></think>none yet", "answer", None),
-        ("<think>x</think><answer>2</answer>", "answer", "2"),
-        ("<answer></answer>", "answer", ""),
-        ("no answer", "answer", None),
-        ("<result>5</result><answer>4</answer>", "result", "5"),
-        (r"\boxed{1} then \boxed{\frac{1}{2}}", "boxed", r"\frac{1}{2}"),
-        (r"\fbox{7}", "boxed", "7"),
-        (r"\boxed{1} \fbox{7}", "boxed", "1"),
-        (r"\boxed{\{1, 2\}}", "boxed", r"\{1, 2\}"),
-        (r"\boxed{1} \boxed{2", "boxed", "1"),
-        (r"\boxed 4", "boxed", "4"),
-        (r"so $\boxed \frac{1}{2}$.", "boxed", r"\frac{1}{2}"),
-        (r"\boxed A.", "boxed", "A"),
-        (r"\boxed-70,000, that is", "boxed", "-70,000"),
-        (r"\boxed{3} as \boxed 4", "boxed", "3"),
-        (r"give it in \boxed form", "boxed", None),
-        (r"\boxed{\boxed{5}}", "boxed", "5"),
-        (r"\boxed{a\}b}", "boxed", r"a\}b"),
-        ("#### Step 1\n48/2 = 24\n#### 72", "####", "72"),
-        ("#### 5\n#### $1,234.50.", "####", "1,234.50"),
-        ("#### -$5", "####", "-5"),
-        (r"#### \$70,000", "####", "70,000"),
-        ("72", "####", None),
-        ("#### 1/2", "####", "1/2"),
-        ("#### 10:30", "####", "10:30"),
-        ("#### 1e5", "####", "1e5"),
-        ("#### 5 million", "####", "5 million"),
-        ("#### €72", "####", "72"),
-        ("#### −72", "####", "-72"),
-        ("#### **72**", "####", "72"),
-        (r"#### \boxed{72}", "####", "72"),
-        ("#### 72 apples.", "####", "72"),
+        ("<think>x</think><answer>2</answer>", "answer", "2"), ("<answer></answer>", "answer", ""),
+        ("no answer", "answer", None), ("<result>5</result><answer>4</answer>", "result", "5"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}", "boxed", r"\frac{1}{2}"), (r"\fbox{7}", "boxed", "7"),
+        (r"\boxed{1} \fbox{7}", "boxed", "1"), (r"\boxed{\{1, 2\}}", "boxed", r"\{1, 2\}"),
+        (r"\boxed{1} \boxed{2", "boxed", "1"), (r"\boxed 4", "boxed", "4"),
+        (r"so $\boxed \frac{1}{2}$.", "boxed", r"\frac{1}{2}"), (r"\boxed A.", "boxed", "A"),
+        (r"\boxed-70,000, that is", "boxed", "-70,000"), (r"\boxed{3} as \boxed 4", "boxed", "3"),
+        (r"give it in \boxed form", "boxed", None), (r"\boxed{\boxed{5}}", "boxed", "5"),
+        (r"\boxed{a\}b}", "boxed", r"a\}b"), ("#### Step 1\n48/2 = 24\n#### 72", "####", "72"),
+        ("#### 5\n#### $1,234.50.", "####", "1,234.50"), ("#### -$5", "####", "-5"),
+        (r"#### \$70,000", "####", "70,000"), ("72", "####", None), ("#### 1/2", "####", "1/2"),
+        ("#### 10:30", "####", "10:30"), ("#### 1e5", "####", "1e5"), ("#### 5 million", "####", "5 million"),
+        ("#### €72", "####", "72"), ("#### −72", "####", "-72"), ("#### **72**", "####", "72"),
+        (r"#### \boxed{72}", "####", "72"), ("#### 72 apples.", "####", "72"),
         ("Answer：34", "Answer:", "34"),
-        ("**Answer:**\n\n34", "Answer:", "34"),
+        ("**Answer:**\n\n34", "Answer:", "34"), ("The sum is 34.\n\nAnswer: 34", "Answer:", "34"),
+        ("Answer: $34$", "Answer:", "34"), ("**Answer:** $\\boxed{34}$.", "Answer:", "34"),
+        ("Answer:\n34", "Answer:", "34"), ("**Final Answer: 3,400**", "Answer:", "3,400"),
+        ("Answer: \\(x^2\\)", "Answer:", "x^2"), ("Answer: $72", "Answer:", "$72"),
+        ("Answer: 1\nno,\nanswer: -\\frac{1}{2}", "Answer:", "-\\frac{1}{2}"),
+        ("<think>Answer: 3</think>34", "Answer:", None), ("Answer:", "Answer:", None),
+        ("34", "Answer:", None),
     ],
-)
+)  # fmt: skip
 def test_last_marked_answer(text: str, schema: str, expected: str | None) -> None:
     assert extract_answer(text, schema) == expected
 
@@ -74,19 +61,13 @@ def test_the_cost_grows_with_the_length_of_the_text(unit: str) -> None:
     assert time.process_time() - started < 2
 
 
-def task(scorer: str, **fields: Any) -> Task:
-    return Task(
-        id="train/0/t", task_id="t", split="train", epoch=0, order=0, query="q", scorer=scorer, **fields
-    )
-
-
 @pytest.mark.parametrize("scorer", ["exact", "f1", "math", "0.8*exact + 0.2*format"])
 def test_a_scorer_that_compares_needs_an_answer(scorer: str) -> None:
     with pytest.raises(BadTaskError, match="compares with an answer, and the task has none"):
-        require_readable(task(scorer))
-    require_readable(task(scorer, aug_answers=("4",)))
+        require_readable(made_task(scorer=scorer))
+    require_readable(made_task(scorer=scorer, aug_answers=("4",)))
 
 
 @pytest.mark.parametrize("scorer", ["agentcpm", "asearcher", "rubric", "format", "feedback"])
 def test_a_judge_needs_no_answer(scorer: str) -> None:
-    require_readable(task(scorer))
+    require_readable(made_task(scorer=scorer))

@@ -21,9 +21,8 @@ from agentrl.scoring.evaluation import (
 
 
 def task(*scores: float, name: str = "t", scorer: str = "exact", **fields: object) -> EvaluatedTask:
-    made = EvaluatedTask(
-        task_id=name, digest="d", scorer=scorer, agent="react", scores=scores, turns=(2,) * len(scores)
-    )
+    turns = (2,) * len(scores)
+    made = EvaluatedTask(task_id=name, digest="d", scorer=scorer, agent="react", scores=scores, turns=turns)
     return replace(made, **fields)  # type: ignore[arg-type]
 
 

@@ -6,26 +6,19 @@ import dataclasses
 from typing import Any
 
 import pytest
+from made_documents import made_call, made_record, made_task, trained_group
+from training_data import token_advantages
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import GroupRules, explain_difference, group_problem
-from agentrl.data.forest import forest_from_data
-from agentrl.documents.model_call import (
-    DispatchedSamplingTask,
-    FixedModelCall,
-    VersionSpan,
-    pack_floats,
-    pack_ids,
-)
+from agentrl.documents.model_call import DispatchedSamplingTask, FixedModelCall
 from agentrl.documents.record import Record
-from agentrl.documents.status import CallStatus, RecordStatus, SlotStatus, TaskStatus
-from agentrl.documents.task import Slot, Task
-from agentrl.documents.training import DBRecordData
+from agentrl.documents.status import RecordStatus
 from agentrl.errors import ScorerError
 from agentrl.scoring.rewards import checked_role_rewards
 from agentrl.store.groups import GroupOutcome, StoredGroup
 
-TASK = Task(id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="q")
+TASK = made_task()
 ROLES = ("solver", "critic", "solver")
 OUTPUT = {0: [10, 11], 1: [20], 2: [30, 31]}
 """Generated tokens of each model call: the solver's, the critic's, the solver's again."""
@@ -35,24 +28,19 @@ def record(place: int, score: float, rewards: dict[str, float], turns: list[floa
     details: dict[str, Any] = {"scorer": "agent"} | ({} if turns is None else {"turn_rewards": turns})
     if rewards:
         details |= {"role_rewards": rewards, "call_roles": list(ROLES)}
-    return Record(
-        id=f"{TASK.id}/{place}/1", task=TASK.id, traj_id=place, attempt=1, split="train", epoch=0, query="q",
-        score=score, score_details=details, turns=len(ROLES),
-    )  # fmt: skip
+    return made_record(TASK, place, score, score_details=details, turns=len(ROLES))
+
+
+PAIR = [record(0, 1.0, {"solver": 1.0, "critic": 0.2}), record(1, 0.0, {"solver": 0.0, "critic": 0.8})]
 
 
 def call(of: Record, index: int, fixed: bool = False) -> DispatchedSamplingTask:
-    output = [] if fixed else OUTPUT[index]
-    return DispatchedSamplingTask(
-        id=f"{of.id}/{index}", record=of.id, index=index, role=ROLES[index], opens_branch=index < 2,
-        parent=f"{of.id}/0" if index == 2 else None, status=CallStatus.COMPLETED, messages=(),
-        response={"content": "x"}, finish_reason="stop",
-        versions=() if fixed else (VersionSpan(version=0, start=0, end=len(output)),), prompt_tokens=1,
-        generated_tokens=len(output), engine="e", generate_seconds=0.1,
-        context_ids=pack_ids([] if fixed else [1, 2]), output_ids=pack_ids(output),
-        logprobs=pack_floats([-0.5] * len(output)),
-        fixed=FixedModelCall(model="judge", base_url="http://x/v1") if fixed else None,
-    )  # fmt: skip
+    parts: dict[str, Any] = {"output": OUTPUT[index]}
+    if fixed:
+        judge = FixedModelCall(model="judge", base_url="http://x/v1")
+        parts = {"context": (), "output": (), "fixed": judge}
+    parent = 0 if index == 2 else None
+    return made_call(of.id, index, parent=parent, role=ROLES[index], opens_branch=index < 2, **parts)
 
 
 def calls_of(records: list[Record], fixed: bool = False) -> dict[str, list[DispatchedSamplingTask]]:
@@ -67,19 +55,8 @@ def decide(records: list[Record], fixed: bool = False, **flags: Any) -> GroupOut
     return rules.decide(StoredGroup(task=TASK, records=records, calls=calls_of(records, fixed)))
 
 
-def token_advantages(data: DBRecordData) -> dict[int, float]:
-    """Return {token id: advantage} of the batch that the trainer gets."""
-    forest = forest_from_data([data])
-    ids = forest.input_ids[forest.target].tolist()
-    return dict(zip(ids, forest.advantage.tolist(), strict=True))
-
-
 def test_each_role_is_compared_with_itself_over_the_group() -> None:
-    group = [
-        record(0, 1.0, {"solver": 1.0, "critic": 0.2}),
-        record(1, 0.0, {"solver": 0.0, "critic": 0.8}),
-        record(2, 0.0, {"solver": 0.5, "critic": 0.2}),
-    ]
+    group = [*PAIR, record(2, 0.0, {"solver": 0.5, "critic": 0.2})]
     first, second, third = map(token_advantages, decide(group).data)
     # solver: 1 − (0 + 0.5)/2, 0 − (1 + 0.5)/2, 0.5 − (1 + 0)/2; critic: 0.2 − (0.8 + 0.2)/2, 0.8 − 0.2, …
     assert first == pytest.approx({10: 0.75, 11: 0.75, 20: -0.3, 30: 0.75, 31: 0.75})
@@ -88,18 +65,14 @@ def test_each_role_is_compared_with_itself_over_the_group() -> None:
 
 
 def test_grpo_divides_by_the_deviation_of_the_role() -> None:
-    group = [record(0, 1.0, {"solver": 1.0, "critic": 0.2}), record(1, 0.0, {"solver": 0.0, "critic": 0.8})]
-    first, second = map(token_advantages, decide(group, advantage="grpo", adv_scaling=2.0).data)
+    first, second = map(token_advantages, decide(PAIR, advantage="grpo", adv_scaling=2.0).data)
     unit = 2 * 0.5 / 0.5**0.5  # both roles: half the difference over the standard deviation, scaled
     assert first == pytest.approx({10: unit, 11: unit, 20: -unit, 30: unit, 31: unit}, rel=1e-4)
     assert second == pytest.approx({token: -value for token, value in first.items()}, rel=1e-4)
 
 
 def test_a_role_without_a_reward_has_the_advantage_of_the_score_and_turn_rewards_are_added() -> None:
-    group = [
-        record(0, 1.0, {"critic": 0.0}, [0.0, 0.0, 0.5]),
-        record(1, 0.0, {"critic": 1.0}, [0.0, 0.0, 0.0]),
-    ]
+    group = [record(0, 1.0, {"critic": 0.0}, [0.0, 0.0, 0.5]), record(1, 0.0, {"critic": 1.0}, [0.0] * 3)]
     first, second = map(token_advantages, decide(group).data)
     assert first == {10: 1.0, 11: 1.0, 20: -1.0, 30: 1.5, 31: 1.5}
     assert second == {10: -1.0, 11: -1.0, 20: 1.0, 30: -1.5, 31: -1.5}
@@ -121,21 +94,14 @@ def test_equal_scores_with_different_role_rewards_are_trained() -> None:
 
 
 def test_the_tokens_of_a_fixed_model_are_never_trained() -> None:
-    group = [record(0, 1.0, {"solver": 1.0, "critic": 0.2}), record(1, 0.0, {"solver": 0.0, "critic": 0.8})]
-    for data in decide(group, fixed=True).data:
+    for data in decide(PAIR, fixed=True).data:
         assert set(token_advantages(data)) == {10, 11, 30, 31}
         assert {span.call for span in data.spans} == {0, 2}
 
 
 def test_the_trainer_verifies_the_advantages_of_roles() -> None:
-    group = [record(0, 1.0, {"solver": 1.0, "critic": 0.2}), record(1, 0.0, {"solver": 0.0, "critic": 0.8})]
-    outcome = decide(group, fixed=True)
-    slots = tuple(
-        Slot(traj_id=item.traj_id, status=SlotStatus.SCORED, score=item.score, record_id=item.id)
-        for item in group
-    )
-    task = dataclasses.replace(TASK, status=TaskStatus.COMPLETED, slots=slots, group=outcome.summary)
-    stored = StoredGroup(task=task, records=tuple(group), calls=calls_of(group, fixed=True))
+    outcome = decide(PAIR, fixed=True)
+    stored = trained_group(TASK, PAIR, calls_of(PAIR, fixed=True), outcome)
     assert group_problem(stored, outcome.data) is None
     first = outcome.data[0]
     assert explain_difference(first, stored.calls[first.id], GroupConfig()) is None

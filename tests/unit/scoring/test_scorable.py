@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from json_rows import write_rows
 
 from agentrl.documents.task_file import ReadResult
 from agentrl.environments.tasks import read_task_source
 from agentrl.errors import TaskFileError
-from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorable import unchecked, unscorable
 
 BOXED = "1+1? Put it in \\boxed{}."
@@ -19,9 +18,7 @@ LINE = "1+1? The last line should be of the form Answer: $Answer."
 
 
 def read(folder: Path, *rows: dict[str, Any]) -> ReadResult:
-    path = folder / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return read_task_source(path, shuffle=False)
+    return read_task_source(write_rows(folder / "rows.jsonl", *rows), shuffle=False)
 
 
 @pytest.mark.parametrize("scorer", ["exact", "math", "agentcpm", {"exact": 0.8, "format": 0.2}])
@@ -45,12 +42,12 @@ async def test_a_schema_that_reads_nothing_of_it_is_named_once_a_kind(tmp_path: 
 
 
 async def test_scorers_of_ones_own_and_tasks_without_an_answer_are_left_alone(tmp_path: Path) -> None:
-    found = read(
-        tmp_path,
+    rows = [
         {"query": BOXED, "answer": {"a": 1}, "scorer": "my.module:score"},
         {"query": BOXED, "scorer": "rubric"},
         {"query": BOXED, "answer": ["assert f(1)"], "scorer": "code"},
-    )
+    ]
+    found = read(tmp_path, *rows)
     assert await unscorable(found.kinds) == []
     assert unchecked(found.kinds) == ["code", "my.module:score", "rubric"]
 
@@ -63,23 +60,3 @@ def test_an_answer_that_a_judge_would_never_get_is_a_bad_line(
 ) -> None:
     with pytest.raises(TaskFileError, match="scorer agentcpm cannot read the answer"):
         read(tmp_path, {"query": "?", "answer": answer, "answer_schema": schema})
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("The sum is 34.\n\nAnswer: 34", "34"),
-        ("Answer: $34$", "34"),
-        ("**Answer:** $\\boxed{34}$.", "34"),
-        ("Answer:\n34", "34"),
-        ("**Final Answer: 3,400**", "3,400"),
-        ("Answer: \\(x^2\\)", "x^2"),
-        ("Answer: $72", "$72"),
-        ("Answer: 1\nno,\nanswer: -\\frac{1}{2}", "-\\frac{1}{2}"),
-        ("<think>Answer: 3</think>34", None),
-        ("Answer:", None),
-        ("34", None),
-    ],
-)
-def test_a_last_line_is_read(text: str, answer: str | None) -> None:
-    assert extract_answer(text, "Answer:") == answer

@@ -9,60 +9,40 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_documents import made_call, made_record, made_task, trained_group
+from training_data import token_advantages
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import GroupRules, explain_difference, group_problem
-from agentrl.data.forest import forest_from_data
-from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
-from agentrl.documents.status import CallStatus, RecordStatus, SlotStatus, TaskStatus
-from agentrl.documents.task import Slot, Task
-from agentrl.documents.training import DBRecordData
+from agentrl.documents.status import CallStatus, RecordStatus
 from agentrl.scoring.rewards import turn_advantages
 from agentrl.store.groups import GroupOutcome, StoredGroup
 
-TASK = Task(id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="q")
-
+TASK = made_task()
 OUTPUT = {0: [10, 11, 12], 1: [20], 2: [30, 31]}
 """Generated tokens of each model call."""
 
 
 def record(place: int, score: float, rewards: list[float] | None, turns: int | None = None) -> Record:
     details: dict[str, Any] = {"scorer": "own"} | ({} if rewards is None else {"turn_rewards": rewards})
-    return Record(
-        id=f"{TASK.id}/{place}/1", task=TASK.id, traj_id=place, attempt=1, split="train", epoch=0, query="q",
-        score=score, score_details=details, turns=turns if turns is not None else len(rewards or ()),
-    )  # fmt: skip
+    turns = len(rewards or ()) if turns is None else turns
+    return made_record(TASK, place, score, score_details=details, turns=turns)
 
 
-def call(of: Record, index: int, status: CallStatus = CallStatus.COMPLETED) -> DispatchedSamplingTask:
-    output = OUTPUT[index]
-    return DispatchedSamplingTask(
-        id=f"{of.id}/{index}", record=of.id, index=index, parent=f"{of.id}/{index - 1}" if index else None,
-        status=status, messages=(), response={"content": ""}, finish_reason="stop",
-        versions=(VersionSpan(version=0, start=0, end=len(output)),), prompt_tokens=1,
-        generated_tokens=len(output), engine="e", generate_seconds=0.1, context_ids=pack_ids([1, 2]),
-        output_ids=pack_ids(output), logprobs=pack_floats([-0.5] * len(output)),
-    )  # fmt: skip
+def call(of: Record, index: int, faulty: int | None = None) -> DispatchedSamplingTask:
+    status = CallStatus.FORMAT_ERROR if index == faulty else CallStatus.COMPLETED
+    return made_call(of.id, index, parent=index - 1 if index else None, output=OUTPUT[index], status=status)
+
+
+def calls_of(records: list[Record], faulty: int | None = None) -> dict[str, list[DispatchedSamplingTask]]:
+    return {item.id: [call(item, index, faulty) for index in range(item.turns)] for item in records}
 
 
 def decide(records: list[Record], faulty: int | None = None, **flags: Any) -> GroupOutcome:
-    calls = {
-        item.id: [
-            call(item, index, CallStatus.FORMAT_ERROR if index == faulty else CallStatus.COMPLETED)
-            for index in range(item.turns)
-        ]
-        for item in records
-    }
-    group = StoredGroup(task=TASK, records=records, calls=calls)
+    group = StoredGroup(task=TASK, records=records, calls=calls_of(records, faulty))
     return GroupRules(config=GroupConfig(**flags), seed=7).decide(group)
-
-
-def token_advantages(data: DBRecordData) -> dict[int, float]:
-    """Return {token id: advantage} of the batch that the trainer gets."""
-    forest = forest_from_data([data])
-    ids = forest.input_ids[forest.target].tolist()
-    return dict(zip(ids, forest.advantage.tolist(), strict=True))
 
 
 def test_a_reward_is_credited_to_the_tokens_of_its_call_only() -> None:
@@ -70,12 +50,9 @@ def test_a_reward_is_credited_to_the_tokens_of_its_call_only() -> None:
     with_rewards = decide([first, second])
     plain = decide([record(0, 1.0, None, 3), record(1, 0.0, None, 3)])
     assert token_advantages(plain.data[0]) == dict.fromkeys([10, 11, 12, 20, 30, 31], 1.0)
-    assert token_advantages(with_rewards.data[0]) == {
-        10: 1.0, 11: 1.0, 12: 1.0, 20: 1.0 + (0.0 - 0.25), 30: 1.0 + 2.0, 31: 1.0 + 2.0,
-    }  # fmt: skip
-    assert token_advantages(with_rewards.data[1]) == {
-        10: -1.0, 11: -1.0, 12: -1.0, 20: -1.0 + 0.25, 30: -3.0, 31: -3.0,
-    }  # fmt: skip
+    own = {10: 1.0, 11: 1.0, 12: 1.0, 20: 1.0 + (0.0 - 0.25), 30: 1.0 + 2.0, 31: 1.0 + 2.0}
+    assert token_advantages(with_rewards.data[0]) == own
+    assert token_advantages(with_rewards.data[1]) == {token: -value for token, value in own.items()}
     assert [item.turn_advantages for item in with_rewards.records] == [(0, -0.25, 2), (0, 0.25, -2)]
     assert [item.advantage for item in with_rewards.records] == [1.0, -1.0]
 
@@ -97,9 +74,8 @@ def test_equal_scores_with_different_turn_rewards_are_trained() -> None:
 
 
 def test_a_faulty_call_never_gains_by_its_reward() -> None:
-    outcome = decide(
-        [record(0, 1.0, [5.0, 0.0]), record(1, 0.0, [0.0, 0.0])], faulty=0, drop_zero_advantage=False
-    )
+    records = [record(0, 1.0, [5.0, 0.0]), record(1, 0.0, [0.0, 0.0])]
+    outcome = decide(records, faulty=0, drop_zero_advantage=False)
     assert token_advantages(outcome.data[0]) == {10: 0.0, 11: 0.0, 12: 0.0, 20: 1.0}
     assert token_advantages(outcome.data[1])[10] == -6.0
 
@@ -132,13 +108,8 @@ def test_turn_advantages_sum_to_zero_over_the_group_at_every_place(
 def test_the_trainer_verifies_turn_advantages() -> None:
     records = [record(0, 1.0, [0.5, 0.0]), record(1, 0.0, [0.0, 0.25])]
     outcome = decide(records)
-    calls = {item.id: [call(item, index) for index in range(item.turns)] for item in records}
-    slots = tuple(
-        Slot(traj_id=item.traj_id, status=SlotStatus.SCORED, score=item.score, record_id=item.id)
-        for item in records
-    )
-    task = replace(TASK, status=TaskStatus.COMPLETED, slots=slots, group=outcome.summary)
-    group = StoredGroup(task=task, records=tuple(records), calls=calls)
+    calls = calls_of(records)
+    group = trained_group(TASK, records, calls, outcome)
     assert group_problem(group, outcome.data) is None
     for data in outcome.data:
         assert explain_difference(data, calls[data.id], GroupConfig()) is None
@@ -150,5 +121,6 @@ def test_the_trainer_verifies_turn_advantages() -> None:
         replace(item, advantage=done.advantage, turn_advantages=done.turn_advantages)
         for item, done in zip(records, outcome.records, strict=True)
     )
-    by_own = replace(group, task=replace(task, group={**outcome.summary, "rules": own}), records=settled)
+    task = replace(group.task, group={**outcome.summary, "rules": own})
+    by_own = replace(group, task=task, records=settled)
     assert group_problem(by_own, outcome.data) is None

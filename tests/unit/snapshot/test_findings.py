@@ -59,16 +59,10 @@ def test_a_run_that_is_solved_may_lose_its_entropy() -> None:
 
 
 def test_an_outage_that_several_samplers_see_is_one_finding_and_comes_first() -> None:
+    began = {"a": NOW - timedelta(minutes=2), "b": NOW - timedelta(minutes=1)}
     outages = [
-        Outage(
-            id=name,
-            dependency="tool server search",
-            by=name,
-            why="refused",
-            held=3,
-            began_at=NOW - timedelta(seconds=age),
-        )
-        for name, age in (("a", 120), ("b", 60))
+        Outage(id=name, dependency="tool server search", by=name, why="refused", held=3, began_at=at)
+        for name, at in began.items()
     ]
     found = findings(snapshot(liveness={"outages": outages}, steps=steps(kl_k3=0.1)))
     assert [finding.severity for finding in found] == ["bad", "warn"]

@@ -24,22 +24,21 @@ from agentrl.store.views.details import (
 from agentrl.store.views.rows import EngineRow
 
 
+def engine_row(name: str, port: int, **changes: Any) -> EngineRow:
+    """The row of a live engine."""
+    fields: dict[str, Any] = {
+        "engine": "local", "model": "train-model", "host": "h", "pid": 1, "status": ServiceStatus.READY,
+        "started_at": NOW, "heartbeat": NOW - timedelta(seconds=1), **changes,
+    }  # fmt: skip
+    return EngineRow(id=name, url=f"http://127.0.0.1:{port}", **fields)
+
+
 def state(**changes: Any) -> str:
     """The page of a run with a live engine, a dead one and one that is stopped."""
     now = NOW
-    live = EngineRow(
-        id="e1", url="http://127.0.0.1:4000", engine="local", model="train-model", status=ServiceStatus.READY,
-        policy_version=7, running_requests=3, host="h", pid=1, started_at=now,
-        heartbeat=now - timedelta(seconds=1),
-    )  # fmt: skip
-    dead = EngineRow(
-        id="e2", url="http://127.0.0.1:4001", engine="sglang", model="train-model", host="h", pid=2,
-        status=ServiceStatus.READY, started_at=now, heartbeat=now - timedelta(minutes=9),
-    )  # fmt: skip
-    stopped = EngineRow(
-        id="e3", url="http://127.0.0.1:4002", engine="local", model="m", host="h", pid=3,
-        status=ServiceStatus.STOPPED, started_at=now, heartbeat=now,
-    )  # fmt: skip
+    live = engine_row("e1", 4000, policy_version=7, running_requests=3)
+    dead = engine_row("e2", 4001, engine="sglang", heartbeat=now - timedelta(minutes=9))
+    stopped = engine_row("e3", 4002, status=ServiceStatus.STOPPED)
     version = PolicyVersion(
         id=7, step=7, location="/out/weights/v000007", files=(), train_step="a/7",
         published_at=now - timedelta(minutes=3),

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 from rich.text import Text
-from snapshots import NOW, engine, snapshot, step_row
+from snapshots import NOW, engine, printed, snapshot, step_row
+from waiting import cancel
 
 from agentrl.cli import status as command
 from agentrl.documents.run import Outage, TrainerLease
@@ -57,10 +58,8 @@ def _status(**changes: Any) -> RunSnapshot:
     return snapshot(**(fields | changes))
 
 
-def _printed(run: RunSnapshot, width: int = 80) -> str:
-    out = io.StringIO()
-    Console(file=out, width=width, markup=False, highlight=False).print(render_run_status(run))
-    return out.getvalue()
+def _printed(run: RunSnapshot) -> str:
+    return printed(render_run_status(run), 80)
 
 
 def test_the_screen_fits_80_columns_and_says_what_is_wrong() -> None:
@@ -121,8 +120,7 @@ def test_the_json_has_every_key_and_no_number_that_json_lacks() -> None:
     value = json.loads(json.dumps(status_json(_status(), output_free=5), allow_nan=False))
     keys = (
         "run_name at activity steps rates queues trainer ended samplers last_claim engines outages failures"
-        " parent children"
-        " versions disk output_free state findings"
+        " parent children versions disk output_free state findings"
     )
     assert set(value) == set(keys.split())
     assert value["steps"][0]["metrics"] == {"tokens_per_second": 1234.5, "kl_k3": None}
@@ -133,10 +131,8 @@ def test_the_json_has_every_key_and_no_number_that_json_lacks() -> None:
         "tasks_created": 4, "tasks_running": 3, "tasks_waiting": 1, "tasks_completed": 9,
         "waiting_for_score": 2, "data_ready": 16, "data_planned": 8, "data_trained": 192,
     }  # fmt: skip
-    engine_keys = {
-        "url", "engine", "status", "alive", "policy_version", "running_requests", "heartbeat", "detail"
-    }  # fmt: skip
-    assert engine_keys <= set(value["engines"][0])
+    engine_keys = "url engine status alive policy_version running_requests heartbeat detail"
+    assert set(engine_keys.split()) <= set(value["engines"][0])
     assert value["engines"][0]["alive"] is False
     assert value["findings"][0]["severity"] == "bad"
 
@@ -177,9 +173,7 @@ async def test_the_last_screen_stays_while_the_server_is_away(monkeypatch: pytes
 
     watching = asyncio.create_task(command._watch(read, 0.0))
     await asyncio.wait_for(read_all.wait(), 10)
-    watching.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await watching
+    await cancel(watching)
     shown = out.getvalue()
     assert "not up to date: MongoDB does not answer" in shown
     assert shown.rindex("second screen") > shown.index("not up to date")

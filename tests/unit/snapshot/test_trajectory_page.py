@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import snapshots as documents
 from snapshots import printed, rows
 
 from agentrl.documents.gateway import ReportedReward
-from agentrl.documents.record import CommandRun, Ending, Failure, HarnessRun
+from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.record import CommandRun, Ending, Failure, HarnessRun, Record
 from agentrl.documents.status import CallStatus, RecordStatus, StopReason
 from agentrl.snapshot.trajectory_page import render_rows, render_trajectory
 from agentrl.store.views.read import WholeTrajectory
 
-RUN = CommandRun(
-    ended=Ending.EXITED, exit_code=0, seconds=2.5, memory_mb=100.0, stdout="hi \x1b[31mred\n", stdout_bytes=9
-)
-TESTS = replace(
-    RUN, ended=Ending.NONZERO_EXIT, exit_code=1, stdout="", stderr="1 test failed", stderr_bytes=13
-)
+RED = {"stdout": "hi \x1b[31mred\n", "stdout_bytes": 9}
+RUN = CommandRun(ended=Ending.EXITED, exit_code=0, seconds=2.5, memory_mb=100.0, **RED)  # type: ignore[arg-type]
+FAILED = {"stdout": "", "stderr": "1 test failed", "stderr_bytes": 13}
+TESTS = replace(RUN, ended=Ending.NONZERO_EXIT, exit_code=1, **FAILED)  # type: ignore[arg-type]
+
+
+def page_of(record: Record, *calls: DispatchedSamplingTask, **fields: Any) -> str:
+    """The printed page of a trajectory."""
+    return printed(render_trajectory(WholeTrajectory(record=record, calls=calls, **fields)))
 
 
 def test_a_trajectory_reads_turn_by_turn() -> None:
-    page = printed(
-        render_trajectory(
-            WholeTrajectory(record=documents.record(), calls=documents.two_turns(), trained_at_steps=(6,))
-        )
-    )
+    page = page_of(documents.record(), *documents.two_turns(), trained_at_steps=(6,))
     expected = [
         "train/0/task_001/3/1  TRAINED  score 1.000",
         "2 turns · 1 tool calls · 0 context resets · 42 generated tokens · last prompt 140 tokens · policy"
@@ -62,7 +63,7 @@ def test_a_failed_attempt_says_why() -> None:
         stop_reason=StopReason.FAILED,
         failure=Failure(kind="tool", message="the server went away"), completed_at=None, score_details={},
     )  # fmt: skip
-    page = printed(render_trajectory(WholeTrajectory(record=failed, failures=[failed])))
+    page = page_of(failed, failures=[failed])
     assert "attempt 1 " in page
     assert "FAILED  score –" in page
     assert "not trained" in page
@@ -76,9 +77,7 @@ def test_malformed_calls_and_context_resets_are_shown() -> None:
         response={"content": None, "tool_calls": [{"name": "calculate", "arguments": "{17"}]},
         messages=({"role": "user", "content": [{"type": "text", "text": "part one"}]},),
     )  # fmt: skip
-    page = printed(
-        render_trajectory(WholeTrajectory(record=documents.record(), calls=[documents.call(0), broken]))
-    )
+    page = page_of(documents.record(), documents.call(0), broken)
     assert "the context was reset" in page
     assert "formaterror" in page
     assert "→ calculate({17)" in page
@@ -90,11 +89,7 @@ def test_what_a_model_writes_cannot_touch_the_terminal() -> None:
     evil = "[red]markup[/] \x1b[2J\x1b]0;title\x07 \x1b]8;;http://x\x1b\\link \x9b31m \u202e :smile: \x00"
     message = {"role": evil, "content": evil}
     turn = documents.call(0, response={"content": evil}, messages=(message,), error=evil)
-    page = printed(
-        render_trajectory(
-            WholeTrajectory(record=documents.record(query=evil, final_answer=evil, owner=evil), calls=[turn])
-        )
-    )
+    page = page_of(documents.record(query=evil, final_answer=evil, owner=evil), turn)
     assert not [letter for letter in page if ord(letter) < 32 and letter != "\n"]
     assert not {"\x7f", "\x9b", "\u202e"} & set(page)
     assert "[red]markup[/]" in page
@@ -109,7 +104,7 @@ def test_a_trajectory_of_a_client_shows_branches_roles_and_rewards() -> None:
         train_rule="main", untrained_calls=(1,), trace_id="ab" * 16,
         reported_reward=ReportedReward(score=0.75, details={"by": "me"}, turn_rewards={"2": 0.5, "0": -1}),
     )  # fmt: skip
-    page = printed(render_trajectory(WholeTrajectory(record=record, calls=[main, side, again])))
+    page = page_of(record, main, side, again)
     for line in (
         f"trace {'ab' * 16}",
         "train rule main: it chooses 2 of 3 model calls",
@@ -139,18 +134,12 @@ def test_records_are_listed_with_their_reasons() -> None:
 
 
 def test_a_harness_shows_ending_output_diff_and_tests() -> None:
-    harness = HarnessRun(
-        run=RUN, changed_files=("a.py",), changes=1, diff="--- a/a.py\n+++ b/a.py\n", scoring=TESTS
-    )
+    diff = "--- a/a.py\n+++ b/a.py\n"
+    harness = HarnessRun(run=RUN, changed_files=("a.py",), changes=1, diff=diff, scoring=TESTS)
     shown = replace(documents.record(), harness=HarnessRun.from_document(harness.to_document()))
     assert shown.harness == harness
     text = printed(render_trajectory(WholeTrajectory(record=shown)), 100)
     assert "\x1b" not in text
-    for part in (
-        "exited · exit code 0 · 2.5 s",
-        "1 files changed: a.py",
-        "+++ b/a.py",
-        "1 test failed",
-        "hi ",
-    ):
+    ended, changed = "exited · exit code 0 · 2.5 s", "1 files changed: a.py"
+    for part in (ended, changed, "+++ b/a.py", "1 test failed", "hi "):
         assert part in text

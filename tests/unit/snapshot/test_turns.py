@@ -28,12 +28,7 @@ def test_long_text_is_cut() -> None:
 
 
 def test_turns_have_messages_thoughts_and_tools_and_form_contexts() -> None:
-    calls = [
-        call(0, None, tools=True),
-        call(1, 0),
-        call(2, None),
-        replace(call(3, 0), role="critic"),
-    ]
+    calls = [call(0, None, tools=True), call(1, 0), call(2, None), replace(call(3, 0), role="critic")]
     turns = turns_of(RECORD, calls, calls)
     assert [turn.messages[0].text.text for turn in turns] == ["2 + 2?", "4", "2 + 2?", "2 + 2?"]
     assert [turn.messages[0].is_result for turn in turns] == [False, True, False, False]

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from path_programs import stand_in
+from waiting import waiting_program
 
 from agentrl.containers import docker_client
 from agentrl.containers.base import ContainerSpec
@@ -51,10 +53,7 @@ asyncio.run(main())
 @pytest.fixture
 def containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put the stand-in on PATH; return the folder with a file for each container."""
-    program = tmp_path / "docker"
-    program.write_text(DOCKER.format(python=sys.executable))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    stand_in(monkeypatch, tmp_path, "docker", DOCKER.format(python=sys.executable))
     docker_client._remove_containers_of_ended.cache_clear()
     (tmp_path / "containers").mkdir()
     return tmp_path / "containers"
@@ -62,11 +61,8 @@ def containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def running() -> subprocess.Popen[str]:
     """Start a process that has begun a container and waits."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUNS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "begun\n"
+    process, said = waiting_program(RUNS)
+    assert said == "begun"
     return process
 
 
@@ -96,9 +92,8 @@ async def test_the_next_container_removes_those_of_killed_processes(containers: 
 async def test_a_harness_names_its_containers_so(containers: Path, tmp_path: Path) -> None:
     (killed := running()).kill()
     killed.communicate(timeout=30)
-    config = HarnessConfig(
-        source=tmp_path / "h.yml", command="true", isolation="docker", image="image:1", network="host"
-    )
+    container = {"isolation": "docker", "image": "image:1", "network": "host"}
+    config = HarnessConfig(source=tmp_path / "h.yml", command="true", **container)  # type: ignore[arg-type]
     build_base(config, tmp_path / "base.tar")
     async with ContainerSession(Prepared(config, tmp_path / "base.tar", (), ())) as session:
         await session.fill({})

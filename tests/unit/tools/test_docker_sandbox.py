@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from docker_here import IMAGE, docker_problem
+from path_programs import stand_in
 
 from agentrl.containers.docker import start_arguments
 from agentrl.containers.docker_client import DockerClient
@@ -40,10 +41,7 @@ if arguments[0] == "run":
 @pytest.fixture
 def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put the stand-in on PATH; return the folder of its log."""
-    program = tmp_path / "docker"
-    program.write_text(DOCKER.format(python=sys.executable))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/local/bin:/usr/bin:/bin")
+    stand_in(monkeypatch, tmp_path, "docker", DOCKER.format(python=sys.executable))
     return tmp_path
 
 
@@ -84,9 +82,8 @@ async def test_a_program_beyond_its_time_or_output_is_killed(docker: Path) -> No
     assert (loud.exceeded, len(loud.stdout)) == ("output", 1000)
 
 
-NO_DOCKER = pytest.mark.skipif(
-    docker_problem() is not None, reason=f"no container can run here: {docker_problem()}"
-)
+PROBLEM = docker_problem()
+NO_DOCKER = pytest.mark.skipif(PROBLEM is not None, reason=f"no container can run here: {PROBLEM}")
 
 
 @NO_DOCKER

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
+from open_tools import open_tools
+from path_programs import stand_in
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError
-from agentrl.tools.base import Trajectory
 from agentrl.tools.config import load_servers
-from agentrl.tools.pool import ToolPool
 from agentrl.tools.specs import McpSpec, StdioSpec
 
 DOCKER = """#!{python}
@@ -74,19 +74,14 @@ def test_values_of_variables_are_no_arguments(tmp_path: Path) -> None:
 async def test_a_container_has_every_limit_and_the_streams(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    docker = tmp_path / "docker"
-    docker.write_text(DOCKER.format(python=sys.executable, log=str(tmp_path / "log")))
-    docker.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/local/bin:/usr/bin:/bin")
+    docker = DOCKER.format(python=sys.executable, log=str(tmp_path / "log"))
+    stand_in(monkeypatch, tmp_path, "docker", docker)
     (tmp_path / "server.py").write_text(SERVER)
     entry(
         tmp_path, {"isolation": "docker", "image": "python:3.12", "memory_mb": 64, "network": "tools"},
         args=[str(tmp_path / "server.py")], env={"KEY": "value"}, warm=0,
     )  # fmt: skip
-    async with (
-        ToolPool(ToolConfig(mcp_servers_file=str(tmp_path / "servers.yml"))) as pool,
-        pool.session(Trajectory(id="a")) as tools,
-    ):
+    async with open_tools(ToolConfig(mcp_servers_file=str(tmp_path / "servers.yml"))) as tools:
         assert (await tools.call("key", {})).text == "value"
     said = (tmp_path / "log").read_text()
     for part in (

@@ -13,17 +13,14 @@ import pytest
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
-from agentrl.tools.base import Trajectory, schema_name
+from agentrl.tools.base import ToolResult, Trajectory, schema_name
 from agentrl.tools.pool import ToolPool
 
 ANY = Trajectory(id="train/0/t/0")
 
 TOOLS = {
     "math": [{"type": "function", "function": {"name": "mul", "description": "d", "parameters": {"a": 1}}}],
-    "text": [
-        {"type": "function", "function": {"name": "upper"}},
-        {"type": "function", "function": {"name": "mul"}},
-    ],
+    "text": [{"type": "function", "function": {"name": name}} for name in ("upper", "mul")],
 }
 
 
@@ -43,7 +40,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.barrier.wait(30)
         if "wait" in arguments:
             self.server.released.wait(30)
-        self.answer(*self.server.answers.get(self.path, ({"status": "success", "content": arguments},)))
+        self.answer(*self.server.answers.get(self.path, (success(arguments),)))
 
     def answer(self, body: Any, status: int = 200) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -82,6 +79,17 @@ def pool_of(manager: Manager, **flags: Any) -> ToolPool:
     return ToolPool(ToolConfig(mcp_manager_url=url, **flags))
 
 
+async def answered(manager: Manager, *answer: Any, **flags: Any) -> ToolResult:
+    """Call a tool for which the manager answers ``answer``: a body, and a status other than 200."""
+    manager.answers["/mcpapi/tool/text.upper"] = answer
+    async with pool_of(manager, **flags) as pool, pool.session(ANY) as tools:
+        return await tools.call("upper", {})
+
+
+def success(content: Any) -> dict[str, Any]:
+    return {"status": "success", "content": content}
+
+
 async def test_tools_of_all_servers(manager: Manager) -> None:
     async with pool_of(manager) as pool, pool.session(ANY) as tools:
         assert pool.servers == ("math", "text")
@@ -97,6 +105,12 @@ async def test_one_server_is_picked(manager: Manager) -> None:
         await pool_of(manager, mcp_server_name="mash").open()
 
 
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+
+
+SHOT = "[image, image/png, 70 bytes; not shown]"
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -106,13 +120,8 @@ async def test_one_server_is_picked(manager: Manager) -> None:
     ],
 )
 async def test_an_error_is_the_tools_own(manager: Manager, answer: tuple[Any, ...]) -> None:
-    manager.answers["/mcpapi/tool/text.upper"] = answer
-    async with pool_of(manager) as pool, pool.session(ANY) as tools:
-        result = await tools.call("upper", {})
-        assert (result.text, result.error) == ("bad input", True)
-
-
-PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+    result = await answered(manager, *answer)
+    assert (result.text, result.error) == ("bad input", True)
 
 
 @pytest.mark.parametrize(
@@ -122,27 +131,18 @@ PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAW
         ([{"type": "text", "text": "a"}, {"n": 1}, "b"], 'a\n{"n": 1}\nb', 0),
         ([{"type": "text", "content": "a"}, {"type": "book", "n": 1}], 'a\n{"type": "book", "n": 1}', 0),
         ([{"type": "book", "n": 1}], '[{"type": "book", "n": 1}]', 0),
-        ([{"type": "image", "data": PNG}], "[image, image/png, 70 bytes; not shown]", 1),
-        ({"type": "image", "content": PNG}, "[image, image/png, 70 bytes; not shown]", 1),
-        (
-            ["see", {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}],
-            "see\n[image, image/png, 70 bytes; not shown]",
-            1,
-        ),
-        (
-            [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}],
-            "[image, image/png, 70 bytes; not shown]",
-            1,
-        ),
+        ([{"type": "image", "data": PNG}], SHOT, 1),
+        ({"type": "image", "content": PNG}, SHOT, 1),
+        (["see", {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}],
+         f"see\n{SHOT}", 1),
+        ([{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}], SHOT, 1),
     ],
-)
+)  # fmt: skip
 async def test_parts_of_a_result_are_read_and_images_are_images(
     manager: Manager, content: Any, text: str, images: int
 ) -> None:
-    manager.answers["/mcpapi/tool/text.upper"] = ({"status": "success", "content": content},)
-    async with pool_of(manager) as pool, pool.session(ANY) as tools:
-        result = await tools.call("upper", {})
-        assert (result.text, len(result.images), result.error) == (text, images, False)
+    result = await answered(manager, success(content))
+    assert (result.text, len(result.images), result.error) == (text, images, False)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +155,9 @@ async def test_parts_of_a_result_are_read_and_images_are_images(
     ],
 )
 async def test_a_result_that_is_not_json_is_named(manager: Manager, body: bytes, text: str) -> None:
-    manager.answers["/mcpapi/tool/text.upper"] = (body,)
-    async with pool_of(manager) as pool, pool.session(ANY) as tools:
-        result = await tools.call("upper", {})
-        assert result.text.startswith(text)
-        assert result.error == text.startswith("the result")
+    result = await answered(manager, body)
+    assert result.text.startswith(text)
+    assert result.error == text.startswith("the result")
 
 
 async def test_a_slow_call_is_given_up(manager: Manager) -> None:
@@ -188,26 +186,21 @@ async def test_a_lost_call_is_its_own_error_and_the_next_one_asks_first(manager:
 async def test_a_manager_that_serves_nobody_is_an_outage(
     manager: Manager, answer: tuple[Any, ...], problem: str
 ) -> None:
-    manager.answers["/mcpapi/tool/text.upper"] = answer
-    async with pool_of(manager) as pool, pool.session(ANY) as tools:
-        with pytest.raises(ToolServerError, match=problem) as failed:
-            await tools.call("upper", {})
-        assert failed.value.outage == tool_server("text")
+    with pytest.raises(ToolServerError, match=problem) as failed:
+        await answered(manager, *answer)
+    assert failed.value.outage == tool_server("text")
 
 
-async def test_all_calls_reach_the_manager_at_once_and_one_that_is_too_long_is_dropped(
+async def test_all_calls_reach_the_manager_at_once_and_one_too_long_is_dropped(
     manager: Manager,
 ) -> None:
     """The manager answers when all 120 are there; a pool of 100 connections never lets them in."""
-    async with (
-        pool_of(manager, tool_timeout_seconds=10, max_parallel_tool_calls=256) as pool,
-        pool.session(ANY) as tools,
-    ):
+    flags = {"tool_timeout_seconds": 10, "max_parallel_tool_calls": 256}
+    async with pool_of(manager, **flags) as pool, pool.session(ANY) as tools:
         results = await asyncio.gather(*(tools.call("upper", {"barrier": 120}) for _ in range(120)))
-        assert not any(result.error for result in results)
-        manager.answers["/mcpapi/tool/text.upper"] = ({"content": "x" * 9 * 2**20},)
-        huge = await tools.call("upper", {})
-        assert (huge.text, huge.error) == ("the answer is longer than 8 MiB and was dropped", True)
+    assert not any(result.error for result in results)
+    huge = await answered(manager, {"content": "x" * 9 * 2**20})
+    assert (huge.text, huge.error) == ("the answer is longer than 8 MiB and was dropped", True)
 
 
 async def test_a_broken_or_absent_manager_is_a_failure(

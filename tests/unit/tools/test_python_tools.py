@@ -10,13 +10,14 @@ from typing import Annotated, Any
 import pytest
 from open_tools import open_tools
 from pydantic import Field
+from waiting import cancel
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError, ScorerError, ToolServerError
 from agentrl.permissions import allow
 from agentrl.tools.base import Trajectory
 from agentrl.tools.pool import ToolPool
-from agentrl.tools.python import TOOLS, Toolset, tool
+from agentrl.tools.python import Toolset, tool
 
 ANY = Trajectory(id="train/0/t/0")
 
@@ -92,19 +93,14 @@ async def test_a_function_is_a_tool_with_a_schema_from_its_hints() -> None:
     async with ToolPool(names("adder")) as pool, pool.session(ANY) as tools:
         assert pool.servers == ("adder",)
         (schema,) = await tools.list()
+        b = {"type": "number", "default": 2.0, "description": "the second summand"}
         assert schema["function"] == {
-            "name": "add",
-            "description": "Return a + b.",
+            "name": "add", "description": "Return a + b.",
             "parameters": {
-                "type": "object",
-                "additionalProperties": False,
-                "properties": {
-                    "a": {"type": "integer"},
-                    "b": {"type": "number", "default": 2.0, "description": "the second summand"},
-                },
-                "required": ["a"],
+                "type": "object", "additionalProperties": False, "required": ["a"],
+                "properties": {"a": {"type": "integer"}, "b": b},
             },
-        }
+        }  # fmt: skip
         result = await tools.call("add", {"a": 1})
         assert (result.text, result.error, result.server) == ("3.0", False, "adder")
 
@@ -151,9 +147,7 @@ async def test_cancelling_a_trajectory_cancels_its_call() -> None:
     async with open_tools(names(path("fails"))) as tools:
         call = asyncio.create_task(tools.call("fails", {"how": "slow"}))
         await asyncio.sleep(0.05)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
+        await cancel(call)
 
 
 def test_what_cannot_be_a_tool_is_refused() -> None:
@@ -185,6 +179,3 @@ def test_a_tool_is_imported_only_where_that_is_allowed() -> None:
             ToolPool(names("os:getcwd"))
 
     copy_context().run(use)
-    with pytest.raises(ConfigError, match="unknown tool 'ader' \\(--tools\\)") as refused:
-        TOOLS.get("ader")
-    assert "did you mean 'adder'?" in str(refused.value)

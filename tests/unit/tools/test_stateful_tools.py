@@ -14,24 +14,15 @@ import pytest
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError, FailureError, OutageError, ToolServerError, tool_server
-from agentrl.tools.base import Trajectory
+from agentrl.tools.base import Trajectory, function_schema
 from agentrl.tools.config import load_tools
 from agentrl.tools.pool import ToolPool
 from agentrl.tools.specs import StdioSpec
 from agentrl.tools.stateful import StatefulTool, StatefulTools
 
-SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "submit",
-        "description": "Submits an answer.",
-        "parameters": {
-            "type": "object",
-            "properties": {"answer": {"type": "string", "description": "digits"}},
-            "required": ["answer"],
-        },
-    },
-}
+DIGITS = {"answer": {"type": "string", "description": "digits"}}
+PARAMETERS = {"type": "object", "properties": DIGITS, "required": ["answer"]}
+SCHEMA = function_schema("submit", "Submits an answer.", PARAMETERS)
 
 
 class Submit:
@@ -44,9 +35,7 @@ class Submit:
         self.tool_schema = tool_schema
         self.name = tool_schema.function.name
 
-    async def create(
-        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
-    ) -> Any:
+    async def create(self, instance_id: Any = None, ground_truth: str | None = None, **kwargs: Any) -> Any:
         assert instance_id is not None
         self.alive[instance_id] = {"truth": ground_truth, "whole": kwargs["create_kwargs"], "reward": 0.0}
         return instance_id, SimpleNamespace(text=None, image=None, video=None)
@@ -106,11 +95,9 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Submit, "alive", {})
 
 
-async def test_verls_configuration_is_read_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "tools.yaml"
-    path.write_text(
-        f"""tools:
-  - class_name: "{__name__}.Submit"
+VERL = """\
+tools:
+  - class_name: "{name}.Submit"
     config: {{}}
     tool_schema:
       type: "function"
@@ -120,12 +107,14 @@ async def test_verls_configuration_is_read_as_it_is(tmp_path: Path) -> None:
         parameters:
           type: "object"
           properties:
-            answer:
-              type: "string"
-              description: "digits"
+            answer: {{type: "string", description: "digits"}}
           required: ["answer"]
 """
-    )
+
+
+async def test_verls_configuration_is_read_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "tools.yaml"
+    path.write_text(VERL.format(name=__name__))
     async with ToolPool(ToolConfig(tool_config_path=str(path))) as pool:
         assert pool.list() == [SCHEMA]
         meta = {"extra_info": {"tools_kwargs": {"submit": {"create_kwargs": {"ground_truth": "7"}}}}}
@@ -143,21 +132,18 @@ async def test_each_trajectory_has_its_own_state_and_a_failed_call_is_a_result(t
     path = _write(tmp_path / "tools.yaml", _submit())
     config = ToolConfig(tool_config_path=path, tool_timeout_seconds=0.2)
     async with ToolPool(config) as pool:
-        one = pool.session(
-            _trajectory("a", tools_kwargs={"submit": {"create_kwargs": {"ground_truth": "1"}}})
-        )
-        two = pool.session(
-            _trajectory("b", tools_kwargs={"submit": {"create_kwargs": {"ground_truth": "2"}}})
+        answers = {"a": {"ground_truth": "1"}, "b": {"ground_truth": "2"}}
+        one, two = (
+            pool.session(_trajectory(name, tools_kwargs={"submit": {"create_kwargs": answer}}))
+            for name, answer in answers.items()
         )
         async with one, two:
             assert (await one.call("submit", {"answer": "1"})).reward == 0.0
             assert (await two.call("submit", {"answer": "1"})).reward == -0.05
             crash = await one.call("submit", {"answer": "crash"})
             slow = await two.call("submit", {"answer": "slow"})
-        assert crash.error
-        assert "no such answer" in crash.text
-        assert slow.error
-        assert "0.2 s" in slow.text
+        assert (crash.error, "no such answer" in crash.text) == (True, True)
+        assert (slow.error, "0.2 s" in slow.text) == (True, True)
 
 
 async def test_a_failing_create_ends_the_attempt_and_a_failing_release_is_logged() -> None:
@@ -177,24 +163,21 @@ async def test_a_class_with_verls_methods_can_be_named_by_the_tools_flag() -> No
         assert pool.servers == ("failing", "code_interpreter")
 
 
+SANDBOX = "agentrl.tools.sandbox.tool.PythonSandbox"
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
         ({"config": {}}, "has no class_name"),
         ({"class_name": "verl.tools.gsm8k_tool.Gsm8kTool"}, "cannot be imported"),
         ({"class_name": "json.JSONDecoder"}, "has no method 'execute'"),
-        (
-            {"class_name": f"{__name__}.Submit", "tool_schema": {"type": "function"}},
-            "function: Field",
-        ),
+        ({"class_name": f"{__name__}.Submit", "tool_schema": {"type": "function"}}, "function: Field"),
         ({"class_name": f"{__name__}.Submit"}, "raised AttributeError"),
         ({"class_name": "x.y", "config": {"type": "other"}}, "config.type is 'other'"),
         ({"class_name": "x.y", "config": [1]}, "must be a mapping"),
         ({"config": {"type": "mcp"}}, "has no mcp_servers_config_path"),
-        (
-            {"class_name": "agentrl.tools.sandbox.tool.PythonSandbox", "config": {"memory_mb": "lots"}},
-            "memory_mb is 'lots'",
-        ),
+        ({"class_name": SANDBOX, "config": {"memory_mb": "lots"}}, "memory_mb is 'lots'"),
     ],
 )
 def test_a_malformed_entry_names_its_place(tmp_path: Path, entry: dict[str, Any], message: str) -> None:

@@ -17,9 +17,7 @@ FORMS = {
     "glm45": "<tool_call>{}\n<arg_key>q</arg_key>\n<arg_value>x</arg_value>\n</tool_call>",
     "gemma4": '<|tool_call>call:{}{{q:<|"|>x<|"|>}}<tool_call|>',
     "mistral": '[TOOL_CALLS]{}[ARGS]{{"q": "x"}}',
-    "gpt_oss": (
-        "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>" + '{{"q": "x"}}<|call|>'
-    ),
+    "gpt_oss": '<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{{"q": "x"}}<|call|>',
     "pythonic": '[{}(q="x")]',
 }
 NAMES = [
@@ -51,12 +49,8 @@ def test_every_chat_format_calls_every_offered_name(parser: str) -> None:
 
 def test_names_are_kept_or_safe_and_unique_whatever_the_order() -> None:
     servers = {
-        "a": NAMES,
-        "a.b": ["c", "search"],
-        "a b": ["search"],
-        "a_b": ["search"],
-        "z": ["a.search", "b.c"],
-    }
+        "a": NAMES, "a.b": ["c", "search"], "a b": ["search"], "a_b": ["search"], "z": ["a.search", "b.c"],
+    }  # fmt: skip
     tools = {server: [tool(name) for name in names] for server, names in servers.items()}
     first = offered(ToolNames(tools), tools)
     assert len(set(first.values())) == len(first)

@@ -10,10 +10,7 @@ from agentrl.cli.doctor.machine import Check, State
 
 @pytest.mark.parametrize(("state", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
 def test_only_a_failed_check_sets_the_exit_code(
-    state: State,
-    code: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    state: State, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def no_checks(configs: object) -> list[Check]:
         return []

@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.cli.doctor import machine
 from agentrl.cli.doctor.machine import Check, check_memory, check_open_files, check_processes
-from agentrl.config.load import parse
+from agentrl.config.load import Configs, parse
 from agentrl.config.schema import EngineConfig
 from agentrl.launch import gpus, placement
 from agentrl.launch.gpus import Gpus
@@ -33,21 +33,13 @@ def test_packages_are_held_against_the_tested_ranges(monkeypatch: pytest.MonkeyP
             raise metadata.PackageNotFoundError(name)
         return installed[name]
 
-    wanted = [
-        "good>=1,<2",
-        "old>=1",
-        "gone>=3",
-        "extra>=1; extra == 'dev'",
-        "other>=1; sys_platform == 'win32'",
-    ]
+    elsewhere = ["extra>=1; extra == 'dev'", "other>=1; sys_platform == 'win32'"]
+    wanted = ["good>=1,<2", "old>=1", "gone>=3", *elsewhere]
     monkeypatch.setattr(metadata, "requires", lambda name: wanted)
     monkeypatch.setattr(metadata, "version", version)
     checks = list(machine.check_packages())
-    assert {check.name: check.state for check in checks} == {
-        "package old": "warn",
-        "package gone": "fail",
-        "packages": "ok",
-    }
+    states = {check.name: check.state for check in checks}
+    assert states == {"package old": "warn", "package gone": "fail", "packages": "ok"}
     assert {check.hint for check in checks if check.hint} == {"pip install 'old>=1'", "pip install 'gone>=3'"}
     assert checks[-1].found.startswith("1 of 3")
 
@@ -109,11 +101,7 @@ def test_a_torch_that_does_not_import_fails_with_its_reason(monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("answer", "gpu", "state"),
-    [
-        ("2.13.0+cpu|cpu|-", False, "ok"),
-        ("2.13.0+cpu|cpu|-", True, "warn"),
-        ("2.13.0|13.0|NVIDIA H200", True, "ok"),
-    ],
+    [("2.13.0+cpu|cpu|-", False, "ok"), ("2.13.0+cpu|cpu|-", True, "warn"), ("2.13.0|13.0|H200", True, "ok")],
 )
 def test_torch_is_held_against_the_gpu(
     answer: str, gpu: bool, state: str, monkeypatch: pytest.MonkeyPatch
@@ -123,8 +111,12 @@ def test_torch_is_held_against_the_gpu(
     assert machine.check_torch().state == state
 
 
+def parsed(*words: str) -> Configs:
+    return parse(words, command="agentrl doctor", description="", shown=())
+
+
 def test_the_gpus_are_divided_as_launch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    configs = parse(["--train_gpus", "0-1"], command="agentrl doctor", description="", shown=())
+    configs = parsed("--train_gpus", "0-1")
     eight = Gpus(names=tuple("01234567"), kind="NVIDIA H100", memory_gib=(79.1,) * 8)
     monkeypatch.setattr(placement, "find_gpus", lambda environment: eight)
     check = machine.check_gpus(configs)
@@ -132,14 +124,13 @@ def test_the_gpus_are_divided_as_launch_does(monkeypatch: pytest.MonkeyPatch) ->
     assert "8 GPUs (NVIDIA H100, 79.1 GiB): trainer on 0-1; 6 engines on 2, 3" in check.found
     monkeypatch.setattr(placement, "find_gpus", lambda environment: None)
     assert machine.check_gpus(configs).state == "fail"
-    plain = parse([], command="agentrl doctor", description="", shown=())
-    assert machine.check_gpus(plain).found == "none: all processes run on the CPU"
+    assert machine.check_gpus(parsed()).found == "none: all processes run on the CPU"
 
 
 def test_gpus_that_torch_does_not_see_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "has_gpu", lambda: True)
     monkeypatch.setattr(gpus, "_probe", lambda environment: (False, []))
-    check = machine.check_gpus(parse([], command="agentrl doctor", description="", shown=()))
+    check = machine.check_gpus(parsed())
     assert check.state == "warn"
     assert "torch sees no GPU" in check.found
 

@@ -31,30 +31,20 @@ def test_a_tool_list_keeps_what_is_read_and_loses_what_the_sdk_would_refuse() ->
         {"name": "a", "inputSchema": {"type": "object"}, "outputSchema": {"type": "object"}, "icons": [1]},
         {"name": "b", "inputSchema": "none"},
         {
-            "name": "d",
-            "description": ["x"],
-            "title": 3,
-            "_meta": 4,
-            "execution": 5,
+            "name": "d", "description": ["x"], "title": 3, "_meta": 4, "execution": 5,
             "inputSchema": {"properties": ["p"], "required": "p", "$defs": {}},
             "annotations": {"readOnlyHint": "perhaps", "idempotentHint": True, "title": 6},
         },
         {"name": ""},
         "c",
+    ]  # fmt: skip
+    schemas = ({"type": "object"}, {"type": "object", "properties": {}}, {"type": "object", "$defs": {}})
+    hints: tuple[dict[str, Any], ...] = ({}, {}, {"idempotentHint": True})
+    kept = [
+        {"name": name, "inputSchema": schema, "annotations": hint}
+        for name, schema, hint in zip("abd", schemas, hints, strict=True)
     ]
-    listed = normalize_result({"tools": tools, "nextCursor": "n"})
-    assert listed == {
-        "tools": [
-            {"name": "a", "inputSchema": {"type": "object"}, "annotations": {}},
-            {"name": "b", "inputSchema": {"type": "object", "properties": {}}, "annotations": {}},
-            {
-                "name": "d",
-                "inputSchema": {"type": "object", "$defs": {}},
-                "annotations": {"idempotentHint": True},
-            },
-        ],
-        "nextCursor": "n",
-    }
+    assert normalize_result({"tools": tools, "nextCursor": "n"}) == {"tools": kept, "nextCursor": "n"}
 
 
 def test_other_results_are_returned_as_they_are() -> None:

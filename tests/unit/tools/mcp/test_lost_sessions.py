@@ -6,7 +6,8 @@ import asyncio
 import gzip
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import httpx2
@@ -22,6 +23,7 @@ from agentrl.tools.specs import Hook, HttpSpec, Options, Scope
 
 Answer = tuple[int, str, bytes]
 JSON = "application/json"
+GONE: Answer = (404, "text/plain", b"")
 TOOL = {"name": "lookup", "inputSchema": {"type": "object"}}
 
 
@@ -33,18 +35,9 @@ def error(code: Any, message: Any, status: int = 200, **more: Any) -> Answer:
 class Server(httpx2.AsyncBaseTransport):
     """A server that keeps sessions; ``forget`` is its restart, ``lost`` its answer to an unknown session."""
 
-    def __init__(
-        self,
-        lost: Answer = (404, "text/plain", b""),
-        failing: Answer | dict[str, Any] | None = None,
-        *,
-        names: bool = True,
-    ) -> None:
-        """``names``: it gives its sessions names; else it has none, and knows every request."""
-        self.lost = lost
-        self.names = names
-        self.failing = failing
-        """The answer to each call of a tool."""
+    def __init__(self, lost: Answer = GONE, *, failing: Any = None, names: bool = True) -> None:
+        """``failing`` answers each call; ``names``: its sessions have names, else it knows every request."""
+        self.lost, self.names, self.failing = lost, names, failing
         self.sessions: set[str] = set()
         self.opened = 0
         self.called: list[str] = []
@@ -91,16 +84,20 @@ class Server(httpx2.AsyncBaseTransport):
         )
 
 
-Open = Callable[..., server.McpServer]
+Open = Callable[..., AbstractAsyncContextManager[server.McpServer]]
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Open:
-    def open_server(remote: Server, **options: Any) -> server.McpServer:
+    @asynccontextmanager
+    async def open_server(remote: Server, **options: Any) -> AsyncIterator[server.McpServer]:
         client = httpx2.AsyncClient(transport=http.GuardedTransport(remote))
         monkeypatch.setattr(http, "open_client", lambda *_, **__: client)
         spec = HttpSpec(name="kv", url="http://kv.test/mcp", options=Options(**options))
-        return mcp_server(spec, ToolConfig(tool_timeout_seconds=5))
+        tools = mcp_server(spec, ToolConfig(tool_timeout_seconds=5))
+        await tools.open()
+        yield tools
+        await tools.close()
 
     return open_server
 
@@ -118,7 +115,7 @@ async def begun(tools: server.McpServer, name: str = "t") -> ServerSession:
 
 
 LOST: dict[str, Answer] = {
-    "the specification": (404, "text/plain", b""),
+    "the specification": GONE,
     "mcp 1.x": error(-32600, "Session not found", 404),
     "TypeScript": error(-32001, "Session not found", 404),
     "TypeScript's examples": error(-32000, "Bad Request: No valid session ID provided", 400),
@@ -136,26 +133,21 @@ LOST: dict[str, Answer] = {
 @pytest.mark.parametrize("lost", LOST.values(), ids=LOST)
 async def test_concurrent_calls_open_one_new_session_and_succeed(opened: Open, lost: Answer) -> None:
     remote = Server(lost)
-    shared = opened(remote, scope=Scope.SHARED)
-    await shared.open()
-    sessions = [await begun(shared, f"t{number}") for number in range(8)]
-    await asyncio.gather(*map(call, sessions))
-    remote.forget()
-    replies = await asyncio.gather(*map(call, sessions))
+    async with opened(remote, scope=Scope.SHARED) as shared:
+        sessions = [await begun(shared, f"t{number}") for number in range(8)]
+        await asyncio.gather(*map(call, sessions))
+        remote.forget()
+        replies = await asyncio.gather(*map(call, sessions))
     assert replies == [("found", False)] * 8
     assert remote.opened == 2
     assert remote.called == ["s1"] * 8 + ["s2"] * 8
-    await shared.close()
 
 
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
         ((404, "text/plain", b"404 page not found"), "it rejects the request (HTTP 404): 404 page not found"),
-        (
-            (413, JSON, b'{"message": "too long"}'),
-            'it rejects the request (HTTP 413): {"message": "too long"}',
-        ),
+        ((413, JSON, b'{"message": "long"}'), 'it rejects the request (HTTP 413): {"message": "long"}'),
         ((500, JSON, b'{"detail": "boom"}'), "lookup failed: the tool server kv stopped while it ran"),
         ((504, JSON, b'{"error": "timed out"}'), "lookup failed: the tool server kv stopped while it ran"),
         (error(-32603, "boom", 500), "boom"),
@@ -165,19 +157,14 @@ async def test_concurrent_calls_open_one_new_session_and_succeed(opened: Open, l
 async def test_an_error_of_a_gateway_and_one_without_words_are_named(
     opened: Open, answer: Answer | dict[str, Any], text: str
 ) -> None:
-    tools = opened(Server(failing=answer, names=False))
-    session = await begun(tools)
-    said, is_error = await call(session)
+    async with opened(Server(failing=answer, names=False)) as tools:
+        said, is_error = await call(await begun(tools))
     assert is_error
     assert said.startswith(text)
-    await tools.close()
 
 
 async def test_a_server_without_sessions_that_is_deployed_anew_is_called_again(opened: Open) -> None:
     remote = Server(names=False)
-    tools = opened(remote)
-    session = await begun(tools)
-    await call(session)
     away = remote.handle_async_request
 
     async def missing(request: httpx2.Request) -> httpx2.Response:
@@ -186,38 +173,36 @@ async def test_a_server_without_sessions_that_is_deployed_anew_is_called_again(o
             return await away(request)
         return httpx2.Response(404, text="404 page not found")
 
-    remote.handle_async_request = missing  # type: ignore[method-assign]
-    assert await call(session) == ("found", False)
+    async with opened(remote) as tools:
+        session = await begun(tools)
+        await call(session)
+        remote.handle_async_request = missing  # type: ignore[method-assign]
+        assert await call(session) == ("found", False)
     assert remote.opened == 2
-    await tools.close()
 
 
 @pytest.mark.parametrize("lost", LOST.values(), ids=LOST)
 async def test_a_trajectory_whose_state_is_lost_is_not_continued(opened: Open, lost: Answer) -> None:
     remote = Server(lost)
-    own = opened(remote, scope=Scope.TRAJECTORY)
-    await own.open()
-    session = await begun(own)
-    remote.forget()
-    assert (await call(session))[0] == "found", "no call was made in the session that was lost"
-    remote.forget()
-    with pytest.raises(SessionLostError, match="kv has lost the session of this trajectory"):
-        await call(session)
-    assert "its earlier state is lost" in (await call(session))[0]
-    await own.close()
+    async with opened(remote, scope=Scope.TRAJECTORY) as own:
+        session = await begun(own)
+        remote.forget()
+        assert (await call(session))[0] == "found", "no call was made in the session that was lost"
+        remote.forget()
+        with pytest.raises(SessionLostError, match="kv has lost the session of this trajectory"):
+            await call(session)
+        assert "its earlier state is lost" in (await call(session))[0]
 
 
 async def test_what_setup_calls_made_in_a_shared_session_is_lost_with_it(opened: Open) -> None:
     remote = Server()
     hook = Hook(tool="lookup")
-    shared = opened(remote, scope=Scope.SHARED, setup=(hook,), teardown=(hook,))
-    await shared.open()
-    session = await begun(shared)
-    remote.forget()
-    with pytest.raises(SessionLostError):
-        await call(session)
-    await session.close()
-    await shared.close()
+    async with opened(remote, scope=Scope.SHARED, setup=(hook,), teardown=(hook,)) as shared:
+        session = await begun(shared)
+        remote.forget()
+        with pytest.raises(SessionLostError):
+            await call(session)
+        await session.close()
 
 
 CODES = (-32000, -32001, -32002, -32050, *range(-32095, -32089), -32600, -32602, -32603, -32700, 1)
@@ -238,10 +223,8 @@ async def test_a_servers_own_error_is_its_words_whatever_its_code(
 ) -> None:
     remote = Server(failing=error(code, words, status, data={"retry_after": 1, "login": True}))
     for scope in Scope:
-        tools = opened(remote, scope=scope)
-        await tools.open()
-        assert await call(await begun(tools)) == (words, True)
-        await tools.close()
+        async with opened(remote, scope=scope) as tools:
+            assert await call(await begun(tools)) == (words, True)
 
 
 @pytest.mark.parametrize(
@@ -254,10 +237,9 @@ async def test_a_servers_own_error_is_its_words_whatever_its_code(
     ],
 )
 async def test_an_error_without_a_code_or_words_is_read(opened: Open, answer: Any, text: str) -> None:
-    tools = opened(Server(failing=(200, JSON, json.dumps({"jsonrpc": "2.0", "id": None, **answer}).encode())))
-    await tools.open()
-    assert await call(await begun(tools)) == (text, True)
-    await tools.close()
+    body = json.dumps({"jsonrpc": "2.0", "id": None, **answer}).encode()
+    async with opened(Server(failing=(200, JSON, body))) as tools:
+        assert await call(await begun(tools)) == (text, True)
 
 
 def framed(kind: str, body: bytes) -> bytes:
@@ -265,13 +247,10 @@ def framed(kind: str, body: bytes) -> bytes:
 
 
 HALVES = {
-    rb"page \ud83c": "page \ufffd",
-    rb"page \udf78 end": "page \ufffd end",
-    rb"\ud83c\ud83c\udf78": "\ufffd\U0001f378",
-    rb"C:\\ud83c": r"C:\ud83c",
-    b"caf\xc3": "caf\ufffd",
-    b"half \xf0\x9f\x8d": "half \ufffd",
-}
+    rb"page \ud83c": "page \ufffd", rb"page \udf78 end": "page \ufffd end",
+    rb"\ud83c\ud83c\udf78": "\ufffd\U0001f378", rb"C:\\ud83c": r"C:\ud83c",
+    b"caf\xc3": "caf\ufffd", b"half \xf0\x9f\x8d": "half \ufffd",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [JSON, "text/event-stream"])
@@ -288,18 +267,13 @@ async def test_half_a_character_does_not_lose_the_result(opened: Open, kind: str
                 return self._response((200, kind, gzip.compress(body) if next(numbers) % 2 else body))
             return await super().handle_async_request(request)
 
-    remote = Cut()
-    tools = opened(remote)
-    await tools.open()
-    for _ in range(2):
-        assert await call(await begun(tools)) == (HALVES[half], False)
-    await tools.close()
+    async with opened(Cut()) as tools:
+        for _ in range(2):
+            assert await call(await begun(tools)) == (HALVES[half], False)
 
 
 @pytest.mark.attack
 async def test_a_compressed_answer_is_bounded_by_its_true_length(opened: Open) -> None:
     bomb = gzip.compress(b'{"jsonrpc": "2.0", "id": 1, "result": "' + b"x" * (MAX_MESSAGE_BYTES + 1) + b'"}')
-    tools = opened(Server(failing=(200, JSON, bomb)))
-    await tools.open()
-    assert await call(await begun(tools)) == ("the answer is longer than 8 MiB", True)
-    await tools.close()
+    async with opened(Server(failing=(200, JSON, bomb))) as tools:
+        assert await call(await begun(tools)) == ("the answer is longer than 8 MiB", True)

@@ -1,14 +1,17 @@
-"""The parity check's numbers: what is compared, and what counts as within."""
+"""``agentrl parity``: its prompts and flags, what is compared, and what counts as within."""
 
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from agentrl.cli.parity import BFLOAT16_LIMIT, MEAN_LIMIT, Difference, render
+from agentrl.cli import parity
+from agentrl.cli.parity import BFLOAT16_LIMIT, MEAN_LIMIT, Difference, encode_prompts, render
+from agentrl.errors import ConfigError
 
 
 def test_the_difference_is_absolute_over_all_tokens() -> None:
@@ -44,3 +47,37 @@ def test_a_mixture_has_a_row_without_and_with_replayed_routing() -> None:
     Console(file=out, width=120).print(render(rows, "folder"))
     assert "varlen, own routing" in out.getvalue()
     assert "varlen, replayed routing" in out.getvalue()
+
+
+class _Tokenizer:
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        return messages[0]["content"]
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+
+class _Policy:
+    tokenizer = _Tokenizer()
+
+
+def test_prompts_are_as_many_as_asked_and_all_different() -> None:
+    policy: Any = _Policy()
+    prompts = encode_prompts(policy, 20)
+    assert len(set(prompts)) == 20
+    assert all(prompts)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["--model_name_or_path", "x", "--prompts", "0"],
+        ["--model_name_or_path", "x", "--dtype", "int8"],
+        ["--model_name_or_path", "x", "--prompt", "3"],
+    ],
+)
+def test_wrong_flags_are_config_errors(argv: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        parity.main(argv)
