@@ -3,7 +3,8 @@
     python -m chaos.trainer_kills --kills 10 --seed 0
 
 Both runs sample synchronously from the same seed, one trajectory at a time. Steps, data, losses, rewards and
-published files must therefore be identical.
+published files must therefore be identical. Whole weights are published: which version is a delta depends on
+the start of its trainer, and so on the moment of a kill.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Plan:
             "--agent_name", "single_turn", "--max_new_tokens", "24", "--num_generations", str(GENERATIONS),
             "--sync_sampling", "true", "--max_concurrent_samples_per_process", "1",
             "--groups_per_step", str(GROUPS_PER_STEP), "--max_steps", str(self.steps),
-            "--save_steps", str(SAVE_STEPS), "--learning_rate", "1e-3",
+            "--save_steps", str(SAVE_STEPS), "--learning_rate", "1e-3", "--publish", "full",
             "--max_trained_count", str(self.max_trained_count), "--heartbeat_seconds", "0.5",
         ]  # fmt: skip
 
