@@ -114,7 +114,7 @@ def losses(store: FakeStore) -> list[float]:
 
 
 async def test_everything_is_trained_published_and_saved(
-    store: FakeStore, start: Start, tmp_path: Path, base_policy: Path
+    store: FakeStore, start: Start, tmp_path: Path, base: Path
 ) -> None:
     await (await start()).run()
     assert [(step, version) for step, version, _ in committed(store)] == [(1, 0), (2, 1), (3, 2)]
@@ -122,7 +122,7 @@ async def test_everything_is_trained_published_and_saved(
     assert sorted(store.versions) == [0, 1, 2, 3]
     assert store.versions[3].train_step == "1/3"
     steps = list(store.train_steps.values())
-    found = checkpoint.find(tmp_path / "output", "auto", steps, run_name="run", base=base_policy)
+    found = checkpoint.find(tmp_path / "output", "auto", steps, run_name="run", base=base)
     assert found is not None
     assert found.state.train_steps == ("1/1", "1/2", "1/3")
     assert (found.state.step, found.state.policy_version) == (3, 2)
