@@ -40,14 +40,14 @@ SMALL = (
 
 
 def calculate_first(answers: Mapping[str, str]) -> Callable[[str], str]:
-    """Call the calculator, then answer what it said, or a wrong number every second time."""
-    count = itertools.count()
+    """Call the calculator, then answer what it said, or a wrong number every second time of a query."""
+    counts = {query: itertools.count() for query in answers}
 
     def say(prompt: str) -> str:
+        query = next(query for query in answers if query in prompt)
         if "tool\n" in prompt:
             right = prompt.rpartition("tool\n")[2].partition("<")[0]
-            return f"<answer>{right if next(count) % 2 else -1}</answer>"
-        query = next(query for query in answers if query in prompt)
+            return f"<answer>{right if next(counts[query]) % 2 else -1}</answer>"
         expression = re.findall(r"[-+*/ ()\d.]*\d[-+*/ ()\d.]*", query)[-1].strip(" .=")
         return (
             f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{expression}"}}}}</tool_call>'
