@@ -159,7 +159,8 @@ def main() -> int:
         model.save_pretrained(folder)
         print(f"{given.shape}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters, MiB")
         del model
-        method = "fork" if given.quick else "spawn"  # what a fork has of this process counts as its own
+        # A fork's peak counts what this process has imported, so that only a quick form may fork.
+        method = "fork" if given.quick else "spawn"
         results = {
             way: run_ranks(run_rank, given.ranks, way, folder, layout, method=method) for way in given.ways
         }

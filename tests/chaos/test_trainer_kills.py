@@ -21,3 +21,4 @@ def test_three_kills_change_nothing(tmp_path: Path) -> None:
     assert len(killed.counts) == 6 * GROUPS_PER_STEP * GENERATIONS
     assert killed.off_policy == ()
     assert [(version, step) for version, step, _, _ in killed.versions] == [(n, n) for n in range(7)]
+    assert all(digest for version, _, _, digest in killed.versions if version)

@@ -3,8 +3,8 @@
     python -m chaos.trainer_kills --kills 10 --seed 0
 
 Both runs sample synchronously from the same seed, one trajectory at a time. Steps, data, losses, rewards and
-published files must therefore be identical. Whole weights are published: which version is a delta depends on
-the start of its trainer, and so on the moment of a kill.
+published weights must therefore be identical. Files need not be: a trainer that has just started publishes
+whole weights where one that went on writes a delta.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Plan:
             "--agent_name", "single_turn", "--max_new_tokens", "24", "--num_generations", str(GENERATIONS),
             "--sync_sampling", "true", "--max_concurrent_samples_per_process", "1",
             "--groups_per_step", str(GROUPS_PER_STEP), "--max_steps", str(self.steps),
-            "--save_steps", str(SAVE_STEPS), "--learning_rate", "1e-3", "--publish", "full",
+            "--save_steps", str(SAVE_STEPS), "--learning_rate", "1e-3",
             "--max_trained_count", str(self.max_trained_count), "--heartbeat_seconds", "0.5",
         ]  # fmt: skip
 
@@ -78,8 +78,8 @@ class Trained:
     """(step, policy version at its start, ids of its data)."""
     losses: tuple[float, ...]
     rewards: tuple[float, ...]
-    versions: tuple[tuple[int, int, str, tuple[str, ...]], ...]
-    """(version, step, status, SHA-256 of each file)."""
+    versions: tuple[tuple[int, int, str, str | None], ...]
+    """(version, step, status, digest of all tensors); the given model is version 0, without a digest."""
     counts: dict[str, int]
     """{id of trained data: how often it was trained}."""
     off_policy: tuple[str, ...]
@@ -175,7 +175,7 @@ async def _read(store: Store) -> Trained:
         steps=tuple((step.step, step.policy_version, step.data) for step in steps),
         losses=tuple(step.metrics["loss"] for step in steps),
         rewards=tuple(step.metrics["reward"] for step in steps),
-        versions=tuple((v.id, v.step, str(v.status), tuple(f.sha256 for f in v.files)) for v in versions),
+        versions=tuple((v.id, v.step, str(v.status), v.digest) for v in versions),
         counts={key: item["trained_count"] for key, item in sorted(trained.items())},
         off_policy=tuple(off_policy),
     )

@@ -56,7 +56,7 @@ def yaml_file(folder: Path, text: str) -> str:
 
 
 def assert_refused(argv: list[str], parts: list[str]) -> None:
-    """The error names each of ``parts``, and what mends it."""
+    """The error names each of ``parts``, and says how to fix it."""
     with pytest.raises(ConfigError) as caught:
         load(*argv)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
