@@ -27,9 +27,8 @@ from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.conversation import Conversation
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.probe import CONVERSATION, ENDS, TOOLS
 from agentrl.chat.template_renderer import ChatTemplate, TemplateRenderer
-from agentrl.chat.validate_format import generated, lost
+from agentrl.chat.validate_format import CONVERSATION, ENDS, TOOLS, generated, lost
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import AgentRLError, TrajectoryError
 

@@ -15,8 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from agentrl.data.forest import TokenForest, forest_from_sequences
-from agentrl.data.forest_cuts import merge_prefixes
+from agentrl.data.forest import TokenForest, forest_from_sequences, merge_prefixes
 from agentrl.documents.status import (
     DATA_EDGES,
     RECORD_EDGES,

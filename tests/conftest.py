@@ -19,7 +19,7 @@ from warm_python import warm_server
 from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import RunConfig
 from agentrl.observe.logging import LogWriter
-from agentrl.store import expired_leases
+from agentrl.store import claims
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
 
@@ -102,7 +102,7 @@ def _without_surrogates(value: object) -> object:
 @pytest.fixture(autouse=True)
 def leases_expire_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else needs time to renew leases on the server of a test, which has just started."""
-    monkeypatch.setattr(expired_leases, "RENEWAL_SECONDS", 0.0)
+    monkeypatch.setattr(claims, "RENEWAL_SECONDS", 0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,7 @@ from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store.admin.reopen import Reopening
-from agentrl.store.admin.rescore import NewScore, Rescoring
+from agentrl.store.admin.regroup import NewScore, Reopening, Rescoring
 from agentrl.store.admin.retention import Retention
 from agentrl.store.client import Store
 from agentrl.store.selection import Selection

@@ -11,11 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from agentrl.documents.sampling import SamplingParams
-from agentrl.inference.engines.local.cache import Slot
-from agentrl.inference.engines.local.model import LocalModel
+from agentrl.inference.engines.local.model import Chunk, LocalModel, Slot
 from agentrl.inference.engines.local.sampling import RowSampler
 from agentrl.inference.engines.local.scheduler import GenerationRequest, Scheduler
-from agentrl.inference.engines.local.vision import Chunk
 
 
 def cpu_model(folder: Path, dtype: torch.dtype | None = None, **options: Any) -> LocalModel:

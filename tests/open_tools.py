@@ -7,8 +7,7 @@ from contextlib import asynccontextmanager
 
 from agentrl.config.schema import ToolConfig
 from agentrl.tools.base import Trajectory
-from agentrl.tools.pool import ToolPool
-from agentrl.tools.session import ToolSession
+from agentrl.tools.pool import ToolPool, ToolSession
 
 
 @asynccontextmanager

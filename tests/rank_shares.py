@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tiny_models import chains, packed, tree
 
 from agentrl.data.forest import TokenForest
-from agentrl.distributed.rank_tokens import RankTokens, split_tokens
+from agentrl.distributed.context_parallel import RankTokens, split_tokens
 
 forests = st.builds(
     lambda seed, count, trees: packed([*chains(seed, count), *(tree(seed + i) for i in range(trees))]),

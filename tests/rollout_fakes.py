@@ -24,8 +24,7 @@ from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EncodedIds, Engine, Generation, Held, Progress
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.model_call import PendingCall
-from agentrl.rollout.role import ContextManager
-from agentrl.rollout.rollout import Rollout
+from agentrl.rollout.rollout import ContextManager, Rollout
 from agentrl.rollout.tool_calls import Tools
 from agentrl.rollout.trajectory_calls import TrajectoryCalls
 from agentrl.tools.base import OwnSession, Schema, ToolResult, Trajectory, function_schema

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from agentrl.model.lora import Adapter, ServedAdapter
 from agentrl.weights.folder import ADAPTER_WEIGHTS
-from agentrl.weights.sharded_writer import Written, write_beside, write_share
-from agentrl.weights.snapshot import Snapshot
+from agentrl.weights.snapshot import Snapshot, Written, write_beside, write_share
 
 
 def write_adapter(adapter: Adapter, folder: Path, weights: Mapping[str, Tensor] | None = None) -> Written:

@@ -35,7 +35,7 @@ from agentrl.inference.engine import Generation
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
-from agentrl.inference.router import EngineRouter
+from agentrl.inference.session import EngineRouter
 
 ENGINES = 2
 CONCURRENCY = 16

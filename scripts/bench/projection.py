@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from harness import Row, bench_parser, finish
 
-from agentrl.model.logprobs import token_logprobs
-from agentrl.model.output_head import OutputHead
+from agentrl.model.logprobs import OutputHead, token_logprobs
 
 BASELINE = "one number"
 LIMITS = {"a tensor, all equal": 1.05, "a tensor, uneven": 1.1, "gradient of the entropy": 1.2}

@@ -33,11 +33,9 @@ from agentrl.model.precision import Precision
 from agentrl.store.client import Store, open_store
 from agentrl.train.build import build_trainer
 from agentrl.train.controller import Controller, lead
-from agentrl.train.device_turns import DeviceTurns
 from agentrl.train.folders import run_folders
 from agentrl.train.lease import TrainerLease, hold_lease
-from agentrl.train.progress import Progress
-from agentrl.train.publishing import Publisher
+from agentrl.train.publishing import DeviceTurns, Progress, Publisher
 from agentrl.weights.model_folder import checksums, complete_folder
 from agentrl.weights.publish import publish_base
 

@@ -250,8 +250,7 @@ def _logprobs(tokens: int, vocabulary: int, hidden: int, chunk: int, vocab_chunk
     sys.path.append(str(Path(__file__).parents[2] / "tests"))
     from peak_memory import peak_allocated
 
-    from agentrl.model.logprobs import token_logprobs
-    from agentrl.model.output_head import OutputHead
+    from agentrl.model.logprobs import OutputHead, token_logprobs
 
     torch.manual_seed(0)
     states = torch.randn(tokens, hidden, requires_grad=True)

@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from agentrl.rollout.agent_io import Outcome
     from agentrl.rollout.agents import agent
     from agentrl.rollout.context import context_manager
-    from agentrl.rollout.fixed_model import FixedModel
     from agentrl.rollout.model_call import Turn
-    from agentrl.rollout.role import Role
-    from agentrl.rollout.rollout import Rollout
+    from agentrl.rollout.rollout import FixedModel, Role, Rollout
     from agentrl.scoring.advantages import advantage
     from agentrl.scoring.groups import ScoredGroup, group_filter
     from agentrl.scoring.scorers import ScoredCall, ScorerContext, ScoreResult, scorer
@@ -50,14 +48,14 @@ __all__ = [
 
 _MODULES = {
     "Environment": "environments.base",
-    "FixedModel": "rollout.fixed_model",
+    "FixedModel": "rollout.rollout",
     "LossSettings": "losses.settings",
     "Message": "chat.chat_format",
     "Observation": "environments.base",
     "OutageError": "errors",
     "Outcome": "rollout.agent_io",
     "ParsedMessage": "chat.parsers.base",
-    "Role": "rollout.role",
+    "Role": "rollout.rollout",
     "Rollout": "rollout.rollout",
     "ScoreResult": "scoring.scorers",
     "ScoredCall": "scoring.scorers",

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from agentrl.errors import AgentRLError
-from agentrl.store.embedded.daemon import uri
-from agentrl.store.embedded.server import EmbeddedMongo
+from agentrl.store.embedded.server import EmbeddedMongo, uri
 from chaos.proxy import HOST, Proxy
 from chaos.replica_set import ReplicaSet
 

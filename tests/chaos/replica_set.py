@@ -12,17 +12,17 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
 from agentrl.errors import StoreError
-from agentrl.store.embedded.daemon import (
+from agentrl.store.embedded.server import (
     REPLICA_SET,
     Credentials,
     PortTakenError,
+    choose_mongod,
     free_port,
     is_daemon,
     start_daemon,
     stop_daemon,
     uri,
 )
-from agentrl.store.embedded.mongod import choose_mongod
 
 _PRIMARY_SECONDS = 60.0
 _GONE_SECONDS = 20.0

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.engines.local import model as engine
-from agentrl.inference.engines.local.attention import ATTENTION
-from agentrl.inference.engines.local.cache import Slot
+from agentrl.inference.engines.local.model import ATTENTION, Slot
 from agentrl.inference.engines.local.sampling import RowSampler, sample
 from agentrl.model.attention.sdpa import set_attention
 from agentrl.model.load import allocate

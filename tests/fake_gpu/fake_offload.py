@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from agentrl.distributed.mesh import Layout
-from agentrl.train.offload import to_device, to_host
+from agentrl.train.controller import to_device, to_host
 from fake_gpu.cases import Case, step_spec
 from fake_gpu.fake_cuda import GpuMemory, Recorder, cuda_stubs
 from fake_gpu.fake_rank import fake_mesh

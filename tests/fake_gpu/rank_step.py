@@ -36,7 +36,7 @@ from agentrl.plan import memory
 from agentrl.plan.model import ModelNumbers
 from agentrl.train.build import enable_checkpointing
 from agentrl.train.optimizer import build_optimizer, freeze
-from agentrl.train.step_loss import token_batch
+from agentrl.train.step import token_batch
 from fake_gpu.fake_rank import balance_experts, fake_mesh, rank_of
 from fake_gpu.layer_kinds import Depth, Peaks, extrapolate, keep_layers, stage_layers
 from fake_gpu.memory_tracker import MemoryTracker, Storages

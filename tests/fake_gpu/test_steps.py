@@ -124,15 +124,15 @@ def reads(case: Case) -> dict[str, int]:
     is_last = case.rank // (layout.world // layout.pp) == layout.pp - 1
     is_reference = case.model == "reference"
     found = {
-        "agentrl/train/step_loss.py StepLoss.start": 3,
+        "agentrl/train/step.py StepLoss.start": 3,
         "agentrl/distributed/fsdp.py gradient_norm": 1,
     }
     if is_last:
-        found["agentrl/train/step_loss.py StepLoss.report"] = BATCHES * 16
+        found["agentrl/train/step.py StepLoss.report"] = BATCHES * 16
     if layout.tp > 1:
         passes = 2 if is_reference else 1
         for function in ("EmbeddingParallel.transform_output_post_forward", _TP_FORWARD):
-            found[f"transformers/distributed/tensor_parallel.py {function}"] = passes * BATCHES
+            found[f"transformers/distributed/apply.py {function}"] = passes * BATCHES
     if is_reference:
         found["agentrl/train/step.py _to_numpy"] = BATCHES
     return found

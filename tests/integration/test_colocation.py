@@ -17,7 +17,7 @@ from agentrl.device_lease import DeviceLease, leased_devices
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
-from agentrl.inference.router import EngineRouter
+from agentrl.inference.session import EngineRouter
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.weights.model_folder import write_manifest

@@ -17,8 +17,8 @@ from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EngineAnswerError, EngineInterruptedError, Generation
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.front_router import FrontRouter
 from agentrl.inference.http import EngineHttp
+from agentrl.inference.served_engine import FrontRouter
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
 

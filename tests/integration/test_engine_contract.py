@@ -38,7 +38,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, ConfigError, EngineError, PublishError
-from agentrl.gateway.answers import CallShape, grammar_of
+from agentrl.gateway.answerer import CallShape, grammar_of
 from agentrl.gateway.request import GatewayRequest
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EngineInterruptedError, EngineRefusedError, Generation
@@ -46,7 +46,7 @@ from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command, has_gpu
 from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.inference.live_weights import LiveLoader
-from agentrl.inference.router import EngineRouter
+from agentrl.inference.session import EngineRouter
 from agentrl.model.lora import add_adapter
 from agentrl.rollout.prompts import Budget
 from agentrl.teaching.engines import FolderTeacher, HttpTeacher

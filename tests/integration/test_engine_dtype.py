@@ -25,7 +25,7 @@ from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.model.load import load_policy
 from agentrl.weights.folder import stored_dtype
 from agentrl.weights.model_folder import complete_folder
-from agentrl.weights.sharded_writer import write_alone
+from agentrl.weights.snapshot import write_alone
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -24,7 +24,7 @@ from agentrl.errors import ConfigError, EngineError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engines.commands import EngineCommand
 from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
-from agentrl.inference.router import EngineRouter
+from agentrl.inference.session import EngineRouter
 
 pytestmark = pytest.mark.integration
 

@@ -24,7 +24,7 @@ from agentrl.config.schema import JsonFlags, RunConfig
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import EvaluationStatus
 from agentrl.errors import ConfigError, EngineError, ModelError, TaskFileError
-from agentrl.evaluation.command import evaluate
+from agentrl.evaluation.evaluate import evaluate
 from agentrl.evaluation.identity import identify
 from agentrl.evaluation.policy import Policy
 from agentrl.evaluation.report import compare, report

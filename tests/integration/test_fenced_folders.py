@@ -21,7 +21,7 @@ from agentrl.weights import publish as publishing
 from agentrl.weights import storage
 from agentrl.weights.model_folder import checksums, complete_folder, verify
 from agentrl.weights.publish import PublishTarget, publish, publish_base
-from agentrl.weights.sharded_writer import Written
+from agentrl.weights.snapshot import Written
 from agentrl.weights.tensor_checksums import TensorChecksum
 
 pytestmark = pytest.mark.integration

@@ -16,7 +16,7 @@ from agentrl.cli import fork
 from agentrl.config.schema import ModelConfig, RunConfig
 from agentrl.documents.status import TaskStatus
 from agentrl.errors import ConfigError, StoreError
-from agentrl.inference.served_weights import starting_weights
+from agentrl.inference.served_engine import starting_weights
 from agentrl.store.admin.runs import RunAdmin
 from agentrl.store.client import run_exists
 from agentrl.weights.local_copy import LocalCopy

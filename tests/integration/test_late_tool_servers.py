@@ -16,7 +16,7 @@ from test_sampling import Setting, quick, task, until
 from agentrl.config.schema import SamplingConfig, ToolConfig
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.errors import ConfigError, ToolServerError
-from agentrl.rollout import breaker
+from agentrl.rollout import outages
 from agentrl.rollout.preflight import probe
 from agentrl.store.client import Store
 from agentrl.tools.mcp import server
@@ -32,9 +32,9 @@ SERVER = str(Path(__file__).parent / "servers" / "misbehaving_server.py")
 def probe_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "RECONNECT_DELAYS", (0.0,))
     monkeypatch.setattr(server, "_MAX_BACKOFF_SECONDS", 0.1)
-    monkeypatch.setattr(breaker, "FIRST_PROBE_SECONDS", 0.1)
-    monkeypatch.setattr(breaker, "LONGEST_PROBE_SECONDS", 0.2)
-    monkeypatch.setattr(breaker, "REPORT_SECONDS", 0.1)
+    monkeypatch.setattr(outages, "FIRST_PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(outages, "LONGEST_PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(outages, "REPORT_SECONDS", 0.1)
 
 
 @pytest.fixture

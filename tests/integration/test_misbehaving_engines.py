@@ -15,7 +15,7 @@ from agentrl.errors import ENGINES, ConfigError, EngineError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EngineAnswerError, EngineInterruptedError, EngineRefusedError, Generation
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.router import EngineRouter
+from agentrl.inference.session import EngineRouter
 
 pytestmark = pytest.mark.integration
 

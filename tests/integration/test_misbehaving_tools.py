@@ -22,8 +22,7 @@ from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
 from agentrl.processes import free_port
 from agentrl.tools.base import Trajectory, schema_name
 from agentrl.tools.mcp import server
-from agentrl.tools.pool import ToolPool
-from agentrl.tools.session import ToolSession
+from agentrl.tools.pool import ToolPool, ToolSession
 
 pytestmark = pytest.mark.integration
 

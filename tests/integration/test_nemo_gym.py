@@ -18,7 +18,7 @@ from agentrl.config.schema import RunConfig, TaskConfig, ToolConfig
 from agentrl.documents.status import RecordStatus
 from agentrl.environments.tasks import generate
 from agentrl.errors import TaskFileError
-from agentrl.rollout import breaker, outages
+from agentrl.rollout import outages
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
 
@@ -80,7 +80,7 @@ async def test_a_server_that_is_away_uses_no_attempt(
     store: Store, run_config: RunConfig, tools: ToolPool, server: CounterServer, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(breaker, "FIRST_PROBE_SECONDS", 0.05)
+    monkeypatch.setattr(outages, "FIRST_PROBE_SECONDS", 0.05)
     monkeypatch.setattr(outages, "FIRST_PROBE_SECONDS", 0.05)
     await load(store, run_config, server, tmp_path, 5)
     server.down = 2  # both sessions begin while it is away

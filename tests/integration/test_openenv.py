@@ -20,7 +20,7 @@ from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus
 from agentrl.environments.tasks import generate
 from agentrl.errors import TaskFileError
-from agentrl.rollout import breaker
+from agentrl.rollout import outages
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
 
@@ -103,8 +103,8 @@ async def test_tools_of_mcp_are_listed_by_the_server(
 async def test_a_killed_server_uses_no_attempt(
     store: Store, run_config: RunConfig, tools: ToolPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breaker, "FIRST_PROBE_SECONDS", 0.1)
-    monkeypatch.setattr(breaker, "LONGEST_PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(outages, "FIRST_PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(outages, "LONGEST_PROBE_SECONDS", 0.2)
     with serving(ROBOT) as server:
         moves = 0
 

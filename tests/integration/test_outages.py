@@ -21,7 +21,7 @@ from tiny_policy import write_tiny_policy
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.errors import DATABASE
-from agentrl.store import expired_leases
+from agentrl.store import claims
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.store.mechanics.retry import retry_outages
@@ -230,7 +230,7 @@ async def test_a_sampler_that_starts_after_an_outage_leaves_leases_that_nobody_c
 async def test_a_sampler_that_has_just_started_takes_nothing_over(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expired_leases, "RENEWAL_SECONDS", 600.0)
+    monkeypatch.setattr(claims, "RENEWAL_SECONDS", 600.0)
     await store.tasks.load([task("a", slots=1)])
     held = await store.claims.claim(split="train", owner="old", lease_seconds=-1.0)
     assert held is not None

@@ -13,7 +13,7 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Slot, Task
-from agentrl.inference.router import EngineRouter
+from agentrl.inference.session import EngineRouter
 from agentrl.rollout import held_claims
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import EpochPlan

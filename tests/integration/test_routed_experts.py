@@ -17,8 +17,7 @@ from scripted_engine import Answer, Call, ScriptedEngine
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl.config.schema import EngineConfig, ModelConfig
-from agentrl.data.forest import forest_from_sequences
-from agentrl.data.forest_routing import ForestRouting
+from agentrl.data.forest import ForestRouting, forest_from_sequences
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.routing import ExpertShape, free_routing, routed_tokens, unpack_routing
 from agentrl.documents.sampling import SamplingParams
@@ -27,7 +26,7 @@ from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import Generation
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
-from agentrl.inference.router import EngineRouter
+from agentrl.inference.session import EngineRouter
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.routing import RouterReplay
 from agentrl.weights.folder import expert_shape

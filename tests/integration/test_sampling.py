@@ -28,7 +28,7 @@ from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.setup import open_format
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.scorers import ScoreResult
-from agentrl.store.admission import GroupLimit
+from agentrl.store.claims import GroupLimit
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

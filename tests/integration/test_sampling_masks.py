@@ -10,7 +10,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.sampling_mask import LARGEST, SamplingMask
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EngineInterruptedError, Generation
-from agentrl.inference.router import EngineRouter
+from agentrl.inference.session import EngineRouter
 
 pytestmark = pytest.mark.integration
 

@@ -12,7 +12,7 @@ from agentrl.cli import main as cli
 from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.errors import ScorerError, judge
-from agentrl.rollout import breaker as breaker_module
+from agentrl.rollout import outages as breaker_module
 from agentrl.rollout.scoring import score_queued
 from agentrl.scoring.scorers import ScorerContext
 from agentrl.store.client import Store

@@ -24,7 +24,7 @@ from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
 from agentrl.inference.client import EngineClient
-from agentrl.inference.router import EngineRouter
+from agentrl.inference.session import EngineRouter
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.weights.delta import encode

@@ -22,9 +22,9 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engines.commands import EngineCommand, engine_command, engine_venv
 from agentrl.inference.engines.process import EngineProcess, free_port
-from agentrl.inference.front_router import FrontRouter
 from agentrl.inference.http import EngineHttp
-from agentrl.inference.router import EngineRouter
+from agentrl.inference.served_engine import FrontRouter
+from agentrl.inference.session import EngineRouter
 
 pytestmark = [pytest.mark.integration, pytest.mark.sglang, pytest.mark.timeout(600)]
 

@@ -23,10 +23,8 @@ from agentrl.errors import EngineError
 from agentrl.inference.engine import EngineRefusedError, Generation
 from agentrl.inference.engines.attached import AttachedEngine
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.router import EngineRouter
-from agentrl.inference.served_adapters import ServedAdapters
-from agentrl.inference.served_engine import ServedEngine
-from agentrl.inference.served_weights import ServedWeights, starting_weights
+from agentrl.inference.served_engine import ServedAdapters, ServedEngine, ServedWeights, starting_weights
+from agentrl.inference.session import EngineRouter
 from agentrl.model.load import Policy, load_policy
 from agentrl.store.client import Store, open_store
 from agentrl.weights.local_copy import LocalCopy

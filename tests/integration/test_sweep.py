@@ -19,7 +19,7 @@ from waiting import until
 
 from agentrl.cli.sweep import main
 from agentrl.errors import ConfigError
-from agentrl.evaluation.sweep_file import Sweep, read_sweep
+from agentrl.evaluation.sweep import Sweep, read_sweep
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -21,7 +21,7 @@ from agentrl.data.forest import forest_from_data
 from agentrl.documents.status import RecordStatus
 from agentrl.errors import EngineError
 from agentrl.inference.engine import EngineRefusedError, malformed
-from agentrl.rollout import breaker as breaker_module
+from agentrl.rollout import outages as breaker_module
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.client import Store
 from agentrl.store.columns import read_columns

@@ -34,7 +34,7 @@ WRITE = """
 import sys
 from pathlib import Path
 from agentrl.config.schema import RunConfig
-from agentrl.observe.tracker_threads import open_trackers
+from agentrl.observe.trackers import open_trackers
 names, output, secret = sys.argv[1:4]
 parameters = {"learning_rate": 1e-5, "uri": f"mongodb://me:{secret}@db/", "api_key": secret}
 tracker = open_trackers(names, RunConfig(run_name="demo"), output, parameters)

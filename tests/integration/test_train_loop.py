@@ -57,16 +57,16 @@ sys.exit(main(["train", *sys.argv[1:]]))
 KILLED_BETWEEN_PARTS = """
 import os, signal, sys
 from agentrl.cli.main import main
-from agentrl.store.mechanics import step_chunks
-step_chunks.CHUNK = 1
-count = step_chunks.train
+from agentrl.store import steps
+steps.CHUNK = 1
+count = steps.train
 seen = []
 async def count_and_die(connection, number, pending, ids):
     if number == 2 and len(seen) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     seen.extend(ids if number == 2 else ())
     await count(connection, number, pending, ids)
-step_chunks.train = count_and_die
+steps.train = count_and_die
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 OUT_OF_MEMORY_IN_STEP_2 = """
@@ -99,14 +99,14 @@ sys.exit(main(["train", *sys.argv[1:]]))
 KILLED_WHILE_WRITING = """
 import os, signal, sys
 from agentrl.cli.main import main
-from agentrl.train import background
-write = background.write_share
+from agentrl.train import controller
+write = controller.write_share
 def write_half_and_die(folder, snapshot):
     if folder.name == "model" or "step-000001" in folder.name:
         return write(folder, snapshot)
     (folder / "model.safetensors").write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
-background.write_share = write_half_and_die
+controller.write_share = write_half_and_die
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 KILLED_IN_STEP_2, KILLED_IN_STEP_4 = (f"STEP = {step}\n{KILLED_IN_STEP}" for step in (2, 4))

@@ -10,8 +10,7 @@ from typing import Any
 
 from agentrl.errors import ToolServerError
 from agentrl.tools.base import Trajectory
-from agentrl.tools.pool import ToolPool
-from agentrl.tools.session import ToolSession
+from agentrl.tools.pool import ToolPool, ToolSession
 
 _MISBEHAVIOURS = ("die", "hang", "garbage", "huge", "noise", "change_tools")
 

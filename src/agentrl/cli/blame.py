@@ -44,8 +44,7 @@ def main(argv: list[str]) -> int:
 
 
 async def _blame(configs: Configs, a: str, b: str) -> int:
-    from agentrl.evaluation.blame import blame
-    from agentrl.evaluation.blame_report import put_labels, show, to_json, write_files
+    from agentrl.evaluation.blame import blame, put_labels, show, to_json, write_files
     from agentrl.evaluation.progress import Progress, StoppedError
     from agentrl.observe.terminal import print_json, stdout_console
     from agentrl.processes import STOPPED, stop_on_signals

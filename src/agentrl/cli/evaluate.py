@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     samples = configs[EvaluationConfig].eval_samples
     if samples is not None:
         configs = configs.with_flags({"num_generations": samples})
-    from agentrl.evaluation.command import evaluate
+    from agentrl.evaluation.evaluate import evaluate
     from agentrl.observe.logging import setup
     from agentrl.observe.tracing import tracing
 

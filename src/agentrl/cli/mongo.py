@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 def _report_choice(status: EmbeddedStatus) -> None:
     """Say which mongod was started and why others were not; say nothing if the server was running."""
-    from agentrl.store.embedded.mongod import version_text
+    from agentrl.store.embedded.server import version_text
 
     choice = status.choice
     if choice is None:
@@ -78,7 +78,7 @@ def _print_json(mongo: EmbeddedMongo, action: str) -> int:
 
 
 def _description(mongo: EmbeddedMongo, status: EmbeddedStatus) -> str:
-    from agentrl.store.embedded.mongod import end_of_life_notice, version_text
+    from agentrl.store.embedded.server import end_of_life_notice, version_text
 
     version = f"MongoDB {version_text(status.version)}  " if status.version else ""
     described = (

@@ -232,8 +232,7 @@ def compare_samples(
 
     With ``experts``, whose routing the policy replays, there are two: without and with the samples' routing.
     """
-    from agentrl.data.forest import TokenForest, forest_from_sequences
-    from agentrl.data.forest_routing import ForestRouting
+    from agentrl.data.forest import ForestRouting, TokenForest, forest_from_sequences
     from agentrl.distributed.parallel_model import ParallelModel
     from agentrl.documents.routing import free_routing, unpack_routing
     from agentrl.documents.sampling_mask import SamplingMask

@@ -28,8 +28,7 @@ from agentrl.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from agentrl.evaluation.sweep import Child, Key, Race, Standing
-    from agentrl.evaluation.sweep_file import Sweep
+    from agentrl.evaluation.sweep import Child, Key, Race, Standing, Sweep
     from agentrl.launch.sweep import Show
 
 _WIDE, _NARROW_COLUMNS = 120, 4
@@ -67,8 +66,7 @@ def parser() -> CommandParser:
 
 
 async def _main(arguments: argparse.Namespace) -> int:
-    from agentrl.evaluation.sweep import race, read_children, standings
-    from agentrl.evaluation.sweep_file import read_sweep
+    from agentrl.evaluation.sweep import race, read_children, read_sweep, standings
     from agentrl.launch.sweep import SweepRunner
     from agentrl.observe.terminal import print_json, stdout_console
     from agentrl.store.client import open_existing
@@ -102,7 +100,7 @@ async def _main(arguments: argparse.Namespace) -> int:
 
 def _shares(parallel: int) -> list[dict[str, str]]:
     """Return the environment of each child that runs at a time: its own GPUs, if there are any to divide."""
-    from agentrl.launch.gpus import UnseenGpuError, find_gpus
+    from agentrl.launch.placement import UnseenGpuError, find_gpus
 
     try:
         gpus = find_gpus(os.environ) if parallel > 1 else None

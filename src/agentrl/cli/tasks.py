@@ -1,20 +1,39 @@
-"""``agentrl tasks load``, ``check`` and ``list``: load tasks, check a source, count what is loaded."""
+"""``agentrl tasks load``, ``check`` and ``list``: load tasks, check a source, count what is loaded.
+
+Memory holds hashes and lengths of the tasks; the tasks themselves are read again where an example is shown.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from dataclasses import dataclass, replace
-from typing import Any
+import hashlib
+import json
+import re
+import time
+import unicodedata
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
 
-from agentrl.cli.tasks_check import check
+import numpy as np
+
 from agentrl.config.load import CommandParser, group_of
 from agentrl.config.run import DATABASE_FLAGS
 from agentrl.config.schema import ContainerConfig, JsonFlags, ModelConfig, RunConfig, TaskConfig, flag
+from agentrl.documents.task import Task, scorer_weights
+from agentrl.documents.task_file import ReadResult
+from agentrl.documents.task_messages import kind_of
+from agentrl.documents.task_source import Item
 from agentrl.environments.harbor.machine import use_containers
 from agentrl.observe.progress import progress
-from agentrl.observe.terminal import clean
+from agentrl.observe.terminal import clean, print_json
 from agentrl.permissions import flags_allowing
+from agentrl.rollout.load_tasks import read_source
+from agentrl.scoring.scorable import unchecked
 
 SOURCE = (
     "a JSONL, JSON, Parquet, CSV or Arrow file, FOLDER[:SPLIT], hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], a"
@@ -125,3 +144,222 @@ async def _list(arguments: argparse.Namespace) -> int:
             states = "  ".join(f"{status.value} {count}" for status, count in row["tasks"].items())
             print(f"{row['split']}  epoch {row['epoch']}  {states}")
     return 0
+
+
+_SHOWN = 20
+
+
+async def check(arguments: argparse.Namespace) -> int:
+    """Print the report; return 1 if something would stop a load."""
+
+    use_containers(group_of(ContainerConfig, arguments))
+    flags = group_of(TaskConfig, arguments)
+    count_tokens = None if arguments.model_name_or_path is None else _counter(arguments.model_name_or_path)
+    sources = {"train": arguments.file, **({"eval": flags.eval_file} if flags.eval_file else {})}
+    checked, reports = {}, {}
+    for split, source in sources.items():
+        began = time.monotonic()
+        with progress(f"reading {source}"):
+            checked[split] = await read_checked(source, split, flags)
+        seconds = max(time.monotonic() - began, 1e-3)
+        reports[split] = report(source, checked[split], count_tokens)
+        reports[split]["rows_per_second"] = round(reports[split]["rows"] / seconds)
+    leaked = leakage(checked["train"], checked["eval"]) if "eval" in checked else None
+    stops = any(item["bad"] for item in reports.values())
+    if arguments.json:
+        print_json({**reports["train"], "eval": reports.get("eval"), "leakage": leaked, "loads": not stops})
+        return int(stops)
+    for item in reports.values():
+        _print(item)
+    if leaked is not None:
+        _line(
+            "leakage", f"{leaked['tasks']} of {leaked['of']} eval tasks ask a question of the training tasks"
+        )
+        _lines("", [f"train {pair['train']} = eval {pair['eval']}" for pair in leaked["examples"]])
+    print("→ this would not load" if stops else "→ this loads")
+    return int(stops)
+
+
+def _counter(folder: str) -> Callable[[Sequence[str]], list[int]]:
+    """Return a function that counts the tokens of texts. Raises ConfigError without a tokenizer."""
+    from agentrl.chat.model_folder import read_tokenizer_file
+
+    tokenizer = read_tokenizer_file(Path(folder) / "tokenizer.json")
+    return lambda texts: [len(item.ids) for item in tokenizer.encode_batch(list(texts))]
+
+
+def _print(report: Mapping[str, Any]) -> None:
+    print(
+        f"{clean(report['source'])}: {report['tasks']} tasks, {len(report['bad'])} bad rows"
+        f" ({report['rows_per_second']:,} rows/s)"
+    )
+    if report["reading"]:
+        print(f"  {clean(report['reading'])}")
+    if len(report["presets"]) > 1:
+        _line("presets", _counts(report["presets"]))
+    for item in report["fields"]:
+        empty = "" if item["filled"] == 1 else f", filled in {item['filled']:.1%}"
+        _line("field", f"{item['name']}: {_counts(item['kinds'])}{empty}")
+    for name, counted in report["names"].items():
+        if counted:
+            _line(name, _counts(counted))
+    for unit, sizes in report["sizes"].items():
+        of = f" of {sizes['tasks']} tasks" if "tasks" in sizes else ""
+        numbers = ", ".join(f"{name} {sizes[name]}" for name in ("p50", "p90", "p99", "max"))
+        _line(unit, f"{numbers}{of}; the longest is {sizes['longest']}")
+    if report["images"]:
+        _line("images", str(report["images"]))
+    duplicates = report["duplicates"]
+    _line(
+        "duplicates",
+        f"{duplicates['same']} with the same question, {duplicates['near']} with nearly the same",
+    )
+    _lines("", [" = ".join(pair) for pair in duplicates["examples"]])
+    _lines("warning", report["warnings"])
+    if report["unchecked"]:
+        _line("not checked", f"whether right answers score 1 with {', '.join(report['unchecked'])}")
+    _lines("bad row", report["bad"])
+
+
+def _counts(counted: Mapping[str, int]) -> str:
+    first = sorted(counted.items(), key=lambda item: -item[1])[:_SHOWN]
+    return ", ".join(f"{name} {count}" for name, count in first) + (", …" if len(counted) > _SHOWN else "")
+
+
+def _line(name: str, text: str) -> None:
+    print(f"  {name:<14}{clean(text)}")
+
+
+def _lines(name: str, texts: Sequence[str]) -> None:
+    for text in texts[:_SHOWN]:
+        _line(name, text)
+    if len(texts) > _SHOWN:
+        _line(name, f"… and {len(texts) - _SHOWN} more")
+
+
+EXAMPLES: Final = 5
+_FIELDS = 200
+"""Columns of a source that are counted."""
+_COUNTED = 10_000
+"""Tasks whose tokens are counted."""
+_NAMES = ("scorer", "answer_schema", "agent_name", "environment")
+_MARKS = re.compile(r"[.,;:!?\"'’“”()\[\]]+")
+
+
+@dataclass(slots=True)
+class CheckedTasks:
+    """What is counted while the tasks of a source are read, and the tasks, in the source's order."""
+
+    result: ReadResult = field(default_factory=lambda: ReadResult((), ()))
+    fields: dict[str, Counter[str]] = field(default_factory=dict)
+    """Column → kind of value → rows."""
+    names: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in _NAMES})
+    exact: array[int] = field(default_factory=lambda: array("Q"))
+    near: array[int] = field(default_factory=lambda: array("Q"))
+    characters: array[int] = field(default_factory=lambda: array("Q"))
+    images: int = 0
+
+    def look(self, task: Task, item: Item) -> None:
+        """Count one task."""
+        for name, value in item.value.items() if isinstance(item.value, dict) else ():
+            if name in self.fields or len(self.fields) < _FIELDS:
+                self.fields.setdefault(name, Counter())[kind_of(value)] += 1
+        for name, counted in self.names.items():
+            value = getattr(task, name)
+            if value is not None:
+                counted.update([*scorer_weights(value)] if name == "scorer" else [value])
+        decides = "".join(image.sha256 for image in task.images) + json.dumps(task.messages)
+        if task.environment is not None:
+            decides += json.dumps([task.environment, task.meta], sort_keys=True)
+        self.exact.append(_hash(task.query + decides))
+        self.near.append(_hash(normalized_query(task.query) + decides))
+        self.characters.append(len(task.query) + sum(len(str(item.get("content"))) for item in task.messages))
+        self.images += len(task.images)
+
+
+def normalized_query(text: str) -> str:
+    """Return a question in lower case and NFKC, with single spaces and without punctuation of sentences."""
+    return " ".join(_MARKS.sub(" ", unicodedata.normalize("NFKC", text).casefold()).split())
+
+
+def _hash(text: str) -> int:
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+async def read_checked(source: str, split: str, flags: TaskConfig) -> CheckedTasks:
+    """Read and count the tasks of ``source``; bad rows are in ``result.skipped``. Raises TaskFileError."""
+    checked = CheckedTasks()
+    flags = replace(flags, shuffle_tasks=False, skip_bad_lines=True)
+    checked.result = await read_source(source, flags, split=split, look=checked.look)
+    return checked
+
+
+def report(
+    source: str, checked: CheckedTasks, count_tokens: Callable[[Sequence[str]], list[int]] | None
+) -> dict[str, Any]:
+    """Return what ``agentrl tasks check`` says about one source, as JSON values.
+
+    ``count_tokens`` returns the number of tokens of each text; it gets at most 10,000 questions.
+    """
+    result, tasks = checked.result, checked.result.tasks
+    total = len(tasks) + len(result.skipped)
+    sizes = {"characters": _sizes(checked.characters, range(len(tasks)), tasks)}
+    if count_tokens is not None:
+        chosen = range(0, len(tasks), max(1, -(-len(tasks) // _COUNTED)))
+        counts = count_tokens([tasks[index].query for index in chosen])
+        sizes["tokens"] = {"tasks": len(chosen), **_sizes(counts, chosen, tasks)}
+    return {
+        "source": source,
+        "rows": total,
+        "tasks": len(tasks),
+        "bad": list(result.skipped),
+        "presets": result.presets,
+        "reading": result.reading,
+        "fields": [
+            {"name": name, "kinds": dict(kinds), "filled": (sum(kinds.values()) - kinds["null"]) / total}
+            for name, kinds in checked.fields.items()
+        ],
+        "names": {name: dict(counted) for name, counted in checked.names.items()},
+        "warnings": list(result.warnings),
+        "unchecked": unchecked(result.kinds),
+        "sizes": sizes,
+        "images": checked.images,
+        "duplicates": _duplicates(checked),
+    }
+
+
+def _sizes(values: Sequence[int], indexes: Sequence[int], tasks: Sequence[Task]) -> dict[str, Any]:
+    found = np.asarray(values, dtype=np.int64)
+    quantiles = {f"p{at}": int(np.percentile(found, at, method="higher")) for at in (50, 90, 99)}
+    longest = int(found.argmax())
+    return {**quantiles, "max": int(found[longest]), "longest": tasks[indexes[longest]].task_id}
+
+
+def _duplicates(checked: CheckedTasks) -> dict[str, Any]:
+    """Return how many tasks repeat an earlier question, in the same text and in nearly the same."""
+    exact, near = (np.frombuffer(hashes, dtype=np.uint64) for hashes in (checked.exact, checked.near))
+    _, first, group = np.unique(near, return_index=True, return_inverse=True)
+    repeats = np.flatnonzero(first[group] != np.arange(len(near)))
+    same = len(exact) - len(np.unique(exact))
+    tasks = checked.result.tasks
+    examples = [
+        [tasks[int(first[group[index]])].task_id, tasks[int(index)].task_id] for index in repeats[:EXAMPLES]
+    ]
+    return {"same": same, "near": len(repeats) - same, "examples": examples}
+
+
+def leakage(train: CheckedTasks, held_out: CheckedTasks) -> dict[str, Any]:
+    """Return how many tasks of ``held_out`` ask a question of ``train``, and the ids of some of both."""
+    known, asked = (np.frombuffer(item.near, dtype=np.uint64) for item in (train, held_out))
+    values, first = np.unique(known, return_index=True)
+    places = np.minimum(np.searchsorted(values, asked), len(values) - 1)
+    shared = np.flatnonzero(values[places] == asked)
+    examples = [
+        {
+            "train": train.result.tasks[int(first[places[index]])].task_id,
+            "eval": held_out.result.tasks[int(index)].task_id,
+        }
+        for index in shared[:EXAMPLES]
+    ]
+    return {"tasks": len(shared), "of": len(asked), "examples": examples}

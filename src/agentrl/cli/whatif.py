@@ -79,8 +79,7 @@ def main(argv: list[str]) -> int:
 
 def _compare(children: Sequence[str], configs: Configs, out: str) -> int:
     """Print the table and write the page; return 0."""
-    from agentrl.evaluation.whatif import compare_runs
-    from agentrl.evaluation.whatif_page import print_comparison, write_page
+    from agentrl.evaluation.whatif import compare_runs, print_comparison, write_page
     from agentrl.observe.terminal import stdout_console
 
     found = asyncio.run(compare_runs(children, configs))

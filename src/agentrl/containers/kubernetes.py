@@ -6,17 +6,27 @@ httpx2 and websockets, not the client ``kubernetes``: that one blocks, and canno
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import json
+import os
 import shlex
+import signal
+import ssl
+import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
 import httpx2
+import yaml
 
+from agentrl.batches import batches
+from agentrl.concurrency import background
 from agentrl.containers.base import (
     COPY_BYTES,
     OUTPUT_BYTES,
@@ -26,14 +36,275 @@ from agentrl.containers.base import (
     back_end_away,
     container,
 )
-from agentrl.containers.cluster import Cluster, open_cluster
 from agentrl.containers.docker import BEGIN, CHANGED, INTO, KILL, NO_FOLDER, OUT_OF, TELLING, exports
-from agentrl.containers.kubernetes_exec import CHUNK, STATUS, STDERR, Command, exit_code, open_exec
-from agentrl.containers.kubernetes_job import LABEL, job_of, options_of, state_of
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.processes import has_ended, owned_name, owner_of
-from agentrl.proxies import ProxiedTransport, blocking_transport
+from agentrl.proxies import ProxiedTransport, blocking_transport, proxy_of
+from agentrl.tools.sandbox.launcher import Output
 from agentrl.tools.sandbox.limits import Execution
+from agentrl.validation import Positive, Settings, Text, read_config
+
+if TYPE_CHECKING:
+    from websockets.asyncio.client import ClientConnection
+
+_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """An API server."""
+
+    url: str
+    namespace: str
+    ssl: ssl.SSLContext | bool
+    """False for http://."""
+    token: str | Path | None
+    """A token, or its file, which is read for each request: such tokens change."""
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of a request."""
+        token = self.token.read_text(encoding="utf-8").strip() if isinstance(self.token, Path) else self.token
+        return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+
+def open_cluster(kubeconfig: str | None, context: str | None, namespace: str | None, where: str) -> Cluster:
+    """Return the cluster of a kubeconfig, or the one in which this process runs. Raises ConfigError."""
+    host = os.environ.get("KUBERNETES_SERVICE_HOST")
+    if kubeconfig is None and host is not None and (_ACCOUNT / "token").exists():
+        own = (_ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
+        port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+        trusted = ssl.create_default_context(cafile=str(_ACCOUNT / "ca.crt"))
+        return Cluster(f"https://{host}:{port}", namespace or own, trusted, _ACCOUNT / "token")
+    given = kubeconfig or os.environ.get("KUBECONFIG", "~/.kube/config").split(os.pathsep)[0]
+    path = Path(os.path.expanduser(given))  # Path.expanduser raises for a user without a home
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        chosen = _named(content, "contexts", context or content["current-context"])["context"]
+        cluster = _named(content, "clusters", chosen["cluster"])["cluster"]
+        user = _named(content, "users", chosen["user"])["user"]
+        url = str(cluster["server"]).rstrip("/")
+        if "exec" in user or "auth-provider" in user:
+            raise ConfigError(
+                f"{where}: the user of {path} logs in by a program, which is not run here",
+                hint="use a service account's token: kubectl create token ACCOUNT",
+            )
+        security: ssl.SSLContext | bool = (
+            _ssl(cluster, user, path.parent) if url.startswith("https") else False
+        )
+    except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: the kubeconfig {path} cannot be used: {type(error).__name__}: {error}",
+            hint="give kubeconfig and context, or run in a pod with a service account",
+        ) from error
+    file = user.get("tokenFile")
+    token = (path.parent / file) if file is not None else user.get("token")
+    return Cluster(url, namespace or chosen.get("namespace", "default"), security, token)
+
+
+def _named(content: Mapping[str, Any], kind: str, name: str) -> Mapping[str, Any]:
+    for item in content[kind]:
+        if item["name"] == name:
+            found: Mapping[str, Any] = item
+            return found
+    raise LookupError(f"it has no {name!r} in {kind}")
+
+
+def _ssl(cluster: Mapping[str, Any], user: Mapping[str, Any], folder: Path) -> ssl.SSLContext:
+    """Return what checks the server, and shows it the user's certificate."""
+    authority = cluster.get("certificate-authority")
+    context = ssl.create_default_context(
+        cafile=None if authority is None else str(folder / authority),
+        cadata=_decoded(cluster.get("certificate-authority-data")),
+    )
+    if cluster.get("insecure-skip-tls-verify"):
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    names = ("client-certificate", "client-key")
+    if f"{names[0]}-data" in user:
+        with tempfile.TemporaryDirectory() as private:  # OpenSSL reads files only
+            for name in names:
+                (Path(private) / name).write_text(_decoded(user[f"{name}-data"]) or "", encoding="ascii")
+            context.load_cert_chain(Path(private) / names[0], Path(private) / names[1])
+    elif names[0] in user:
+        context.load_cert_chain(folder / user[names[0]], folder / user[names[1]])
+    return context
+
+
+def _decoded(text: str | None) -> str | None:
+    return None if text is None else base64.b64decode(text).decode("ascii")
+
+
+LABEL: Final = "agentrl-container"
+_WAITING: Final = 'sleep "$1" & wait $!'
+_KEPT_SECONDS: Final = 60
+"""How long a Job that has ended stays for a look at it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesOptions(Settings):
+    """``options`` of a container of Kubernetes."""
+
+    namespace: Text | None = None
+    """None: that of the service account or of the context."""
+    kubeconfig: Text | None = None
+    """None: the service account in a pod, else ``$KUBECONFIG`` or ``~/.kube/config``."""
+    context: Text | None = None
+    start_seconds: Positive = 600.0
+    """Time for a node and the image."""
+    pod: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the pod's ``spec``, such as ``imagePullSecrets`` and ``nodeSelector``."""
+
+
+def options_of(spec: ContainerSpec, where: str) -> KubernetesOptions:
+    """Return the options of a container. Raises ConfigError, which begins with ``where``."""
+    hint = "docs/containers.md lists the keys"
+    options = read_config(KubernetesOptions, dict(spec.options), f"{where}: container", hint=hint)
+    if spec.user is not None and not all(part.isdigit() for part in spec.user.split(":")):
+        raise ConfigError(f"{where}: user is {spec.user!r}", hint="Kubernetes takes UID or UID:GID")
+    return options
+
+
+def job_of(spec: ContainerSpec, name: str, pod: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the Job of a container; ``pod`` has further fields of the pod's spec."""
+    limits = {"memory": f"{spec.memory_mb}Mi", "ephemeral-storage": f"{spec.storage_mb}Mi"}
+    limits |= {} if spec.cpus is None else {"cpu": str(spec.cpus)}
+    rights: dict[str, Any] = {}
+    if spec.user is not None:
+        user, _, group = spec.user.partition(":")
+        rights |= {"runAsUser": int(user), "runAsGroup": int(group or user)}
+    if spec.writable:
+        rights |= {
+            "readOnlyRootFilesystem": True, "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }  # fmt: skip
+    labels = {"app": LABEL, "agentrl-network": spec.network}
+    main = {
+        "name": "main", "image": spec.image, "securityContext": rights,
+        "command": ["/bin/sh", "-c", _WAITING, "sh", f"{spec.seconds:.0f}"],
+        "resources": {"limits": limits, "requests": limits},
+        "volumeMounts": [{"name": f"w{at}", "mountPath": path} for at, path in enumerate(spec.writable)],
+    }  # fmt: skip
+    memory = {"medium": "Memory", "sizeLimit": f"{spec.storage_mb}Mi"}
+    described = {
+        "restartPolicy": "Never", "automountServiceAccountToken": False, "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": 0, "containers": [main],
+        "volumes": [{"name": f"w{at}", "emptyDir": memory} for at in range(len(spec.writable))],
+        **pod,
+    }  # fmt: skip
+    return {
+        "apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name, "labels": labels},
+        "spec": {
+            "backoffLimit": 0, "activeDeadlineSeconds": int(spec.seconds),
+            "ttlSecondsAfterFinished": _KEPT_SECONDS,
+            "template": {"metadata": {"labels": labels}, "spec": described},
+        },
+    }  # fmt: skip
+
+
+def state_of(pod: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the phase of a pod, and why its container waits or has ended."""
+    status = pod.get("status", {})
+    states = [one.get("state", {}) for one in status.get("containerStatuses", [])]
+    reasons = [detail.get("reason") for state in states for detail in state.values()]
+    ended = any("terminated" in state for state in states)
+    phase = "Failed" if ended and status.get("phase") == "Running" else str(status.get("phase", "Pending"))
+    return phase, str(status.get("reason") or next(filter(None, reasons), ""))
+
+
+CHUNK: Final = 1 << 16
+_OPEN_SECONDS: Final = 30.0
+_STDIN, _STDOUT, STDERR, STATUS, _CLOSE = b"\0", 1, 2, 3, b"\xff"
+"""Channels of ``v5.channel.k8s.io``: the first byte of each message."""
+
+
+@contextlib.asynccontextmanager
+async def open_exec(
+    cluster: Cluster, pod: str, words: Sequence[str], stdin: AsyncIterator[bytes] | None = None
+) -> AsyncIterator[AsyncIterator[tuple[int, bytes]]]:
+    """Start a command in the pod at path ``pod``; yield its messages, as channel and content, to its end.
+
+    Raises ToolServerError, as an outage, if the pod cannot be reached, TimeoutError if it does not answer.
+    """
+    from websockets.asyncio.client import connect
+    from websockets.exceptions import WebSocketException
+    from websockets.typing import Subprotocol
+
+    query = [("container", "main"), *((name, "true") for name in ("stdin", "stdout", "stderr"))]
+    query += [("command", word) for word in words]
+    try:
+        connection = connect(
+            f"ws{cluster.url.removeprefix('http')}{pod}/exec?{urlencode(query)}",
+            ssl=cluster.ssl or None, additional_headers=cluster.headers(), compression=None,
+            subprotocols=[Subprotocol("v5.channel.k8s.io")], max_size=None, open_timeout=_OPEN_SECONDS,
+            proxy=proxy_of(cluster.url),
+        )  # fmt: skip
+        async with connection as socket, background(_feed(socket, stdin)):
+            yield _messages(socket)
+    except TimeoutError:
+        raise
+    except (OSError, WebSocketException) as error:
+        name = pod.rpartition("/")[2]
+        raise back_end_away("kubernetes", f"no command reaches the pod {name}: {error}") from error
+
+
+async def _messages(socket: ClientConnection) -> AsyncIterator[tuple[int, bytes]]:
+    async for message in socket:
+        if isinstance(message, bytes) and message[1:]:
+            yield message[0], message[1:]
+
+
+async def _feed(socket: ClientConnection, stdin: AsyncIterator[bytes] | None) -> None:
+    """Write a command's input and close it. A command that ends before it has read it is not an error."""
+    from websockets.exceptions import ConnectionClosed
+
+    with contextlib.suppress(ConnectionClosed):
+        if stdin is not None:
+            async for part in stdin:
+                for piece in batches(part, CHUNK):
+                    await socket.send(_STDIN + piece)
+        await socket.send(_CLOSE + _STDIN)
+
+
+class Command:
+    """What a command says on its channels, and the limit that it has exceeded."""
+
+    def __init__(self, output_bytes: int, shown_bytes: int | None) -> None:
+        self.stdout, self.stderr = (Output.of(output_bytes, shown_bytes) for _ in range(2))
+        self.pid: int | None = None
+        self.code = -int(signal.SIGKILL)
+        self.exceeded: str | None = None
+        self._first = b""
+        self._has_pid = asyncio.Event()
+
+    async def input(self, script: bytes, stdin: bytes) -> AsyncIterator[bytes]:
+        """Yield what the command reads: it begins with ``stdin`` once its id is known."""
+        yield script
+        await self._has_pid.wait()
+        yield b"\n" + stdin
+
+    def receive(self, channel: int, content: bytes) -> None:
+        """Take one message. The first line of standard output is the id of the process."""
+        if channel == STATUS:
+            self.code = exit_code(content)
+            return
+        if channel == _STDOUT and self.pid is None:
+            self._first += content
+            line, found, content = self._first.partition(b"\n")
+            if not found:
+                return
+            self.pid = int(line)
+            self._has_pid.set()
+        if not (self.stderr if channel == STDERR else self.stdout).add(content):
+            self.exceeded = "output"
+
+
+def exit_code(content: bytes) -> int:
+    """Return the exit code of a command from the Status that ends its channel."""
+    status: dict[str, Any] = json.loads(content)
+    if status.get("status") == "Success":
+        return 0
+    causes = (status.get("details") or {}).get("causes", [])
+    return next((int(cause["message"]) for cause in causes if cause.get("reason") == "ExitCode"), 1)
+
 
 _SECONDS: Final = 30.0
 _COPY_SECONDS: Final = 600.0

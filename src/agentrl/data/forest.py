@@ -2,36 +2,269 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.data.forest_images import ForestImages, concatenate_images
-from agentrl.data.forest_routing import ForestRouting, concatenate_routing, routing_of
-from agentrl.data.stored_trajectory import (
-    check_nodes,
-    columns_of,
-    depth_first,
-    ids_of,
-    images_of,
-    labels_of,
-    mask_of,
-    require,
-    targets_of,
-)
+from agentrl.data.forest_images import ForestImages, concatenate_images, images_of_spans
 from agentrl.documents.column import TokenColumns
 from agentrl.documents.images import ImageSpan
-from agentrl.documents.model_call import pack_floats, pack_ids
-from agentrl.documents.routing import ExpertShape
+from agentrl.documents.model_call import pack_floats, pack_ids, unpack_floats, unpack_ids
+from agentrl.documents.routing import ExpertShape, Routing, unpack_routing
 from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
-from agentrl.errors import ForestError
+from agentrl.errors import ConfigError, ForestError, StoreError
 
 Ints = NDArray[np.int64]
+
+_MISMATCH = "another version wrote the document, or it was altered: convert its Record again"
+_VOCABULARY = "sample and train with the same model and tokenizer (--model_name_or_path)"
+
+
+def require(good: bool, name: str, message: str, hint: str = _MISMATCH) -> None:
+    """Raise ForestError, which names the training data ``name``, unless ``good``."""
+    if not good:
+        raise ForestError(f"training data {name}: {message}", hint=hint)
+
+
+def ids_of(data: DBRecordData, vocab_size: int | None) -> Ints:
+    """Return int64[tokens]: the stored ids. Raises ForestError for one outside [0, ``vocab_size``)."""
+    ids = unpack_ids(data.input_ids).astype(np.int64)
+    require(len(ids) == data.tokens > 0, data.id, f"says {data.tokens} tokens and holds {len(ids)}")
+    _check_vocabulary(data.id, ids, vocab_size)
+    return ids
+
+
+def _check_vocabulary(name: str, ids: Ints, vocab_size: int | None) -> None:
+    limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size
+    outside = ids[(ids < 0) | (ids >= limit)]
+    if outside.size:
+        size = "" if vocab_size is None else f" of {vocab_size} ids"
+        require(False, name, f"token id {outside[0]} is outside the vocabulary{size}", _VOCABULARY)
+
+
+def check_nodes(data: DBRecordData) -> None:
+    """Raise ForestError unless the nodes tile the tokens, each behind its parent."""
+    end = 0
+    for index, node in enumerate(data.nodes):
+        where = f"node {index} [{node.start}, {node.end})"
+        require(node.start == end and node.end > node.start, data.id, f"{where} does not follow token {end}")
+        require(-1 <= node.parent < index, data.id, f"{where} has parent {node.parent}, not an earlier node")
+        end = node.end
+    require(end == data.tokens, data.id, f"nodes cover {end} of {data.tokens} tokens")
+
+
+def labels_of(data: DBRecordData, count: int, ages: Mapping[int, int] | None) -> dict[str, Any]:
+    """Return the fields ``LABELS`` of a forest for the ``count`` trainable tokens, in the order of spans."""
+    spans = data.spans
+    lengths = np.array([span.end - span.start for span in spans], np.int64)
+    advantage = np.repeat(np.array([span.advantage for span in spans], np.float32), lengths)
+    temperature = np.repeat(np.array([span.temperature for span in spans], np.float32), lengths)
+    behavior = unpack_floats(data.behavior_logprobs)
+    require(
+        len(behavior) == count == data.trainable_tokens,
+        data.id,
+        f"says {data.trainable_tokens} trainable tokens; spans have {count}, logprobs {len(behavior)}",
+    )
+    require(bool(np.isfinite(advantage).all()), data.id, "an advantage is not finite")
+    require(bool(np.isfinite(behavior).all()), data.id, "a behavior logprob is not finite")
+    usable = np.isfinite(temperature) & (temperature > 0)
+    require(bool(usable.all()), data.id, f"temperature {temperature[~usable][:1]} is not a number above 0")
+    return {
+        "label": np.arange(count),
+        "advantage": advantage,
+        "behavior_logprob": behavior,
+        "version": np.repeat(np.array([span.version for span in spans], np.int64), lengths),
+        "temperature": temperature,
+        "age": np.repeat(_span_ages(data, ages), lengths),
+    }
+
+
+def images_of(data: DBRecordData, target: Ints, index: Ints) -> ForestImages | None:
+    """Return the images of a trajectory; none of their tokens is trainable."""
+    try:
+        images = images_of_spans(data.images, data.tokens, index)
+    except ValueError as error:
+        raise ForestError(f"training data {data.id}: {error}", hint=_MISMATCH) from error
+    if images is not None:
+        trained = target[images.image[index[target]] >= 0]
+        require(trained.size == 0, data.id, f"token {trained[:1]} of an image is trainable")
+    return images
+
+
+def mask_of(data: DBRecordData, targets: Ints, vocab_size: int | None) -> SamplingMask | None:
+    """Return the mask of a trajectory's trainable tokens, each of which is among the ids that it keeps."""
+    if not data.sampling_mask:
+        return None
+    mask: SamplingMask = _unpack(data, SamplingMask.unpack, data.sampling_mask)
+    _check_vocabulary(data.id, mask.ids, vocab_size)
+    require(mask.keeps(targets), data.id, "a token is not among the ids of its sampling mask")
+    return mask
+
+
+def columns_of(data: DBRecordData) -> TokenColumns | None:
+    """Return what other processes filled in for a trajectory's trainable tokens."""
+    columns: TokenColumns | None = _unpack(data, TokenColumns.unpack, data.columns)
+    for top in () if columns is None else columns.top.values():
+        # An id beyond the vocabulary is a teacher's padding (``reverse_kl``).
+        require(bool(np.isfinite(top.logprobs).all()), data.id, "a logprob of a likeliest id is not finite")
+    return columns
+
+
+def _unpack(data: DBRecordData, unpack: Callable[[bytes, int], Any], packed: bytes) -> Any:
+    try:
+        return unpack(packed, data.trainable_tokens)
+    except StoreError as error:
+        raise ForestError(f"training data {data.id}: {error.message}", hint=_MISMATCH) from error
+
+
+def _span_ages(data: DBRecordData, ages: Mapping[int, int] | None) -> Ints:
+    """Return int64[spans]: the age of each span's tokens."""
+    if ages is None:
+        return np.zeros(len(data.spans), np.int64)
+    unknown = [span.version for span in data.spans if span.version not in ages]
+    if unknown:
+        require(False, data.id, f"policy version {unknown[0]} has no age", "give an age for every version")
+    return np.array([ages[span.version] for span in data.spans], np.int64)
+
+
+def targets_of(data: DBRecordData) -> Ints:
+    """Return int64[T]: the stored index of each trainable token, in the order of spans."""
+    pieces = [np.zeros(0, np.int64)]
+    for span in data.spans:
+        where = f"span [{span.start}, {span.end})"
+        require(
+            0 <= span.start < span.end <= data.tokens, data.id, f"{where} is outside {data.tokens} tokens"
+        )
+        pieces.append(np.arange(span.start, span.end))
+    target = np.concatenate(pieces)
+    require(len(np.unique(target)) == len(target), data.id, "spans overlap")
+    return target
+
+
+def depth_first(nodes: Sequence[Node]) -> tuple[Ints, Ints, Ints, Ints]:
+    """Put nodes in depth-first order, children in their stored order.
+
+    Returns the new index of each stored token, and in the new order (parent, position, subtree_end).
+    """
+    children: list[list[int]] = [[] for _ in nodes]
+    for index, node in enumerate(nodes):
+        if node.parent >= 0:
+            children[node.parent].append(index)
+    stack = [index for index, node in reversed(list(enumerate(nodes))) if node.parent < 0]
+    first, size = np.zeros(len(nodes), np.int64), np.array([node.end - node.start for node in nodes])
+    cursor = 0
+    while stack:
+        index = stack.pop()
+        first[index] = cursor
+        cursor += size[index]
+        stack.extend(reversed(children[index]))
+    subtree = size.copy()
+    for index in range(len(nodes) - 1, -1, -1):
+        if nodes[index].parent >= 0:
+            subtree[nodes[index].parent] += subtree[index]
+    new_index = np.concatenate(
+        [np.arange(start, start + length) for start, length in zip(first, size, strict=True)]
+    )
+    parent, position, subtree_end = (np.zeros(cursor, np.int64) for _ in range(3))
+    for index, node in enumerate(nodes):
+        start, length = first[index], size[index]
+        before = first[node.parent] + size[node.parent] - 1 if node.parent >= 0 else -1
+        depth = position[before] + 1 if before >= 0 else 0
+        here = slice(start, start + length)
+        parent[here] = np.arange(start - 1, start + length - 1)
+        parent[start] = before
+        position[here] = np.arange(depth, depth + length)
+        subtree_end[here] = start + subtree[index]
+    return new_index, parent, position, subtree_end
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class ForestRouting:
+    """The experts that engines chose for N tokens."""
+
+    experts: Routing
+    """[N, layers, k], −1 where a token routes freely."""
+    merged: int = 0
+    """Tokens with experts of their own that prefix merging has replaced by an equal token."""
+    differing: int = 0
+    """Those of them whose experts were others."""
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens with experts."""
+        return int((self.experts[:, 0, 0] >= 0).sum())
+
+    def select(self, tokens: Ints | NDArray[np.bool_]) -> ForestRouting:
+        """Return the routing of ``tokens``; counts stay with the whole forest."""
+        return ForestRouting(self.experts[tokens])
+
+    def padded(self, extra: int) -> ForestRouting:
+        """Return the routing with ``extra`` free tokens behind it."""
+        return ForestRouting(np.pad(self.experts, ((0, extra), (0, 0), (0, 0)), constant_values=-1))
+
+    def merge(self, source: Ints, new_index: Ints) -> ForestRouting:
+        """Return the routing of a forest in which token i is ``source[i]`` of this one.
+
+        ``new_index`` int64[N] is the new place of each token. The first token with experts at a place gives
+        them: a place is computed once, and has one routing.
+        """
+        has_experts = self.experts[:, 0, 0] >= 0
+        given = np.flatnonzero(has_experts)
+        kept = source.copy()
+        places, first = np.unique(new_index[given], return_index=True)
+        free = ~has_experts[source[places]]
+        kept[places[free]] = given[first[free]]
+        experts = self.experts[kept]
+        replaced = given[kept[new_index[given]] != given]
+        differ = np.any(experts[new_index[replaced]] != self.experts[replaced], axis=(1, 2))
+        return ForestRouting(experts, self.merged + len(replaced), self.differing + int(differ.sum()))
+
+
+def routing_of(data: DBRecordData, shape: ExpertShape | None, new_index: Ints) -> ForestRouting | None:
+    """Return the routing of training data whose token i becomes ``new_index[i]``; None without any.
+
+    A routing of another shape or length is logged and left out: its tokens route freely.
+    """
+    if shape is None or not data.routing:
+        return None
+    try:
+        stored = unpack_routing(data.routing, shape)
+        if len(stored) != data.tokens:
+            raise ValueError(f"a routing of {len(stored)} tokens for {data.tokens}")
+    except ValueError as error:
+        logger.warning("training data %s are trained with the trainer's own routing: %s", data.id, error)
+        return None
+    experts = np.empty_like(stored)
+    experts[new_index] = stored
+    return ForestRouting(experts)
+
+
+def concatenate_routing(
+    routings: Sequence[ForestRouting | None], tokens: Sequence[int]
+) -> ForestRouting | None:
+    """Return the routing of forests of ``tokens`` tokens in one; tokens of forests without any are free."""
+    known = [routing for routing in routings if routing is not None]
+    if not known:
+        return None
+    free = known[0].experts[:0]
+    parts = [
+        (ForestRouting(free).padded(count) if routing is None else routing).experts
+        for routing, count in zip(routings, tokens, strict=True)
+    ]
+    return ForestRouting(
+        np.concatenate(parts), sum(each.merged for each in known), sum(each.differing for each in known)
+    )
+
+
 Floats = NDArray[np.float32]
 Images = tuple[ImageSpan, ...]
 LABELS = ("label", "advantage", "behavior_logprob", "version", "temperature", "age")
@@ -258,3 +491,204 @@ def _one_trajectory(
         routing=routing_of(data, experts, new_index),
         columns=columns_of(data),
     )
+
+
+def restrict(forest: TokenForest, labels: NDArray[np.bool_]) -> TokenForest:
+    """Return the trainable tokens chosen by ``labels`` bool[T], with their ancestors.
+
+    Leaves out rows without a chosen token; ``row_tokens`` still counts whole trajectories.
+    """
+    target = forest.target[labels]
+    before = np.zeros(forest.tokens + 1, np.int64)
+    np.add.at(before, target + 1, 1)
+    before = np.cumsum(before)
+    kept = before[forest.subtree_end] > before[:-1]
+    new_index = np.append(0, np.cumsum(kept))
+    parent = forest.parent[kept]
+    rows, row = np.unique(forest.row[labels], return_inverse=True)
+    chosen: dict[str, Any] = {name: getattr(forest, name)[labels] for name in LABELS}
+    return TokenForest(
+        **chosen,
+        input_ids=forest.input_ids[kept],
+        position_ids=forest.position_ids[kept],
+        parent=np.where(parent < 0, -1, new_index[parent]),
+        subtree_end=new_index[forest.subtree_end[kept]],
+        row=row,
+        target=new_index[target],
+        owner=forest.owner[kept],
+        trajectory=forest.trajectory[rows],
+        row_tokens=forest.row_tokens[rows],
+        images=None if forest.images is None else forest.images.select(kept),
+        sampling_mask=None if forest.sampling_mask is None else forest.sampling_mask.select(labels),
+        routing=None if forest.routing is None else forest.routing.select(kept),
+        columns=None if forest.columns is None else forest.columns.select(labels),
+    )
+
+
+def join(parts: Sequence[TokenForest]) -> TokenForest:
+    """Return one forest of at least one part of a step; parts of the same trajectory get one row."""
+    forest = concatenate(parts)
+    numbers, first, row = np.unique(
+        np.concatenate([part.trajectory for part in parts]), return_index=True, return_inverse=True
+    )
+    return replace(
+        forest,
+        row=row[forest.row],
+        owner=np.concatenate([part.owner for part in parts]),
+        trajectory=numbers,
+        row_tokens=forest.row_tokens[first],
+    )
+
+
+def segment_starts(forest: TokenForest) -> Ints:
+    """Return int64[leaves]: where each segment starts. In a segment, each token is the parent of the next."""
+    return np.flatnonzero((forest.parent < 0) | (forest.parent != np.arange(forest.tokens) - 1))
+
+
+def cut(forest: TokenForest, budget: int, names: Sequence[str]) -> list[TokenForest]:
+    """Cut ``forest`` at branch points into parts of at most ``budget`` tokens.
+
+    Each part repeats the path to its start as context. Every trainable token is in exactly one part, and the
+    number of repeated tokens is minimal. Every leaf must be trainable, as ``restrict`` ensures. Raises
+    ConfigError, with the trajectory's name in ``names``, for a path above ``budget``.
+    """
+    if forest.tokens <= budget:
+        return [forest]
+    starts = segment_starts(forest)
+    own = np.diff(np.append(starts, forest.tokens))
+    above = forest.position_ids[starts]
+    _require_paths_fit(forest, starts, above + own, budget, names)
+    firsts = _cheapest_cuts(above.tolist(), own.tolist(), budget)
+    part = np.searchsorted(firsts, np.searchsorted(starts, forest.target, side="right") - 1, side="right")
+    return [restrict(forest, part == index + 1) for index in range(len(firsts))]
+
+
+def split_paths(tree: TokenForest) -> list[TokenForest]:
+    """Split ``tree`` into a chain per leaf; a trainable token that several share is in the first.
+
+    Every leaf must be trainable, as ``restrict`` ensures.
+    """
+    leaves = np.flatnonzero(tree.subtree_end == np.arange(tree.tokens) + 1)
+    leaf = np.searchsorted(leaves, tree.target)
+    return [restrict(tree, leaf == index) for index in range(len(leaves))]
+
+
+def _require_paths_fit(
+    forest: TokenForest, starts: Ints, lengths: Ints, budget: int, names: Sequence[str]
+) -> None:
+    worst = int(np.argmax(lengths))
+    if lengths[worst] <= budget:
+        return
+    end = starts[worst + 1] if worst + 1 < len(starts) else forest.tokens
+    row = int(forest.row[np.flatnonzero(forest.target == end - 1)[0]])
+    raise ConfigError(
+        f"trajectory {names[int(forest.trajectory[row])]} has a sequence of {lengths[worst]} tokens,"
+        f" longer than a micro-batch of --max_tokens {budget}",
+        hint=f"raise --max_tokens to {lengths[worst]} or more, or lower --max_prompt_tokens when sampling",
+    )
+
+
+def _cheapest_cuts(above: Sequence[int], own: Sequence[int], budget: int) -> list[int]:
+    """Return the first segment of each part, so that parts fit and repeat as few tokens as possible.
+
+    A part of segments [a, b] holds the ``above[a]`` tokens of the path before it and the segments' ``own``.
+    """
+    count = len(own)
+    best: list[tuple[int, int]] = [(0, 0)] + [(0, 0)] * count
+    chosen = [0] * (count + 1)
+    for end in range(1, count + 1):
+        options = []
+        size = 0
+        for first in range(end - 1, -1, -1):
+            size += own[first]
+            if size > budget:
+                break
+            if size + above[first] <= budget:
+                repeated, parts = best[first]
+                options.append((repeated + above[first], parts + 1, first))
+        repeated, parts, chosen[end] = min(options)
+        best[end] = (repeated, parts)
+    firsts = []
+    end = count
+    while end > 0:
+        end = chosen[end]
+        firsts.append(end)
+    return firsts[::-1]
+
+
+def merge_prefixes(forest: TokenForest) -> TokenForest:
+    """Return the same trajectories as a prefix tree over token ids; losses and gradients do not change.
+
+    Paths that start with the same ids are merged: within a trajectory along all equal ids, so a context reset
+    branches where it leaves the old context; across trajectories along the context before the first generated
+    token (``owner``). Labels move with their tokens and keep their order. No prefix occurs twice in the
+    result. A merged token has the routing of the first of them that has one.
+    """
+    keys = _keys(forest)
+    paths = sorted(_paths(forest), key=lambda path: keys[path].astype(">u8").tobytes())
+    new_index = np.zeros(forest.tokens, np.int64)
+    subtree_end = np.zeros(forest.tokens, np.int64)
+    kept: list[Ints] = []
+    parents: list[Ints] = []
+    count = 0
+    before, before_new = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    for path in paths:
+        merged = common_prefix(keys[path], keys[before])
+        subtree_end[before_new[merged:]] = count
+        added = np.arange(count, count + len(path) - merged)
+        path_new = np.concatenate([before_new[:merged], added])
+        new_index[path] = path_new
+        kept.append(path[merged:])
+        parents.append(np.concatenate([[-1], path_new[:-1]])[merged:])
+        count += len(added)
+        before, before_new = path, path_new
+    subtree_end[before_new] = count
+    source = np.concatenate(kept)
+    target, subtree_end = new_index[forest.target], subtree_end[:count]
+    owner = forest.owner[source]
+    if forest.trajectories == 1:
+        generated = np.unique(new_index[forest.owner >= 0])
+        owner = np.where(at_or_below(generated, subtree_end), forest.trajectory[0], -1)
+    return replace(
+        forest,
+        input_ids=forest.input_ids[source],
+        position_ids=forest.position_ids[source],
+        parent=np.concatenate(parents),
+        subtree_end=subtree_end,
+        target=target,
+        owner=owner,
+        images=None if forest.images is None else forest.images.select(source),
+        routing=None if forest.routing is None else forest.routing.merge(source, new_index),
+    )
+
+
+def _keys(forest: TokenForest) -> Ints:
+    """Return int64[N], equal for tokens that may be merged: the id, with the owner if there are several.
+
+    Tokens of an image are equal only at one place of one image: all images have the same id.
+    """
+    ids = forest.input_ids
+    if forest.images is not None:
+        keys = forest.images.keys()
+        ids = np.where(keys > 0, int(ids.max(initial=0)) + keys, ids)
+    if forest.trajectories == 1:
+        return ids
+    return ids + (forest.owner + 1) * (int(ids.max(initial=0)) + 1)
+
+
+def _paths(forest: TokenForest) -> list[Ints]:
+    """Return the token indices from root to leaf: one int64 array per leaf."""
+    starts = segment_starts(forest)
+    made: list[Ints] = []
+    for start, end in zip(starts, np.append(starts[1:], forest.tokens), strict=True):
+        depth = forest.position_ids[start]
+        above = made[-1][:depth] if depth else np.zeros(0, np.int64)
+        made.append(np.concatenate([above, np.arange(start, end)]))
+    return made
+
+
+def common_prefix(ids: NDArray[np.integer], others: NDArray[np.integer]) -> int:
+    """Return the number of equal leading ids."""
+    length = min(len(ids), len(others))
+    different = np.flatnonzero(ids[:length] != others[:length])
+    return int(different[0]) if different.size else length

@@ -10,8 +10,16 @@ from typing import Literal
 import numpy as np
 
 from agentrl.batches import batches
-from agentrl.data.forest import TokenForest, forest_from_data, forest_from_sequences
-from agentrl.data.forest_cuts import cut, join, merge_prefixes, restrict, split_paths
+from agentrl.data.forest import (
+    TokenForest,
+    cut,
+    forest_from_data,
+    forest_from_sequences,
+    join,
+    merge_prefixes,
+    restrict,
+    split_paths,
+)
 from agentrl.documents.routing import ExpertShape
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, ForestError

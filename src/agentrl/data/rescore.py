@@ -23,7 +23,7 @@ from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import FEEDBACK, Task
 from agentrl.errors import ConfigError, GroupError, ScorerError, StoreError
 from agentrl.scoring.scorers import ScoredCall, ScorerContext, ScoreResult, checked_score, score_context
-from agentrl.store.admin.rescore import SCORED, NewScore, Rescored, Rescoring
+from agentrl.store.admin.regroup import SCORED, NewScore, Rescored, Rescoring
 from agentrl.store.client import Store
 from agentrl.store.groups import StoredGroup
 

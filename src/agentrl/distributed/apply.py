@@ -1,5 +1,7 @@
 """Apply a layout to a model: split its layers, experts and stages, shard it, and run its stages (1F1B).
 
+transformers splits the modules by the plan in the model's configuration.
+
 Every stage knows every forest, so hidden states and gradients are sent in their own lengths, and a stage
 keeps those of the forests in flight only. (``torch.distributed.pipelining`` needs equal shapes, a buffer per
 micro-batch, and at least as many micro-batches as stages.)
@@ -14,15 +16,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from agentrl.data.forest import TokenForest
 from agentrl.distributed.context_parallel import check_context
-from agentrl.distributed.expert_parallel import check_experts, shard_experts
+from agentrl.distributed.expert_parallel import check_experts, is_experts, shard_experts
 from agentrl.distributed.fsdp import (
     GradientReduction,
     choose_reduction,
+    mark_partial,
     set_reduction,
     shard_layers,
     shard_root,
@@ -30,11 +35,89 @@ from agentrl.distributed.fsdp import (
 from agentrl.distributed.mesh import Mesh
 from agentrl.distributed.parallel_model import ForestLoss, ParallelModel
 from agentrl.distributed.pipeline_stages import assign_model_layers, check_stages, keep_stage
-from agentrl.distributed.tensor_parallel import split_layers
+from agentrl.errors import ConfigError
 from agentrl.model.attention.sdpa import set_attention
 from agentrl.model.flops import Stopwatch
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.precision import Precision
+
+PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
+"""transformers' name for a module that every rank holds whole and applies to its own heads."""
+
+_LINEAR = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")
+
+
+def split_layers(model: Any, mesh: Mesh) -> None:
+    """Split a Hugging Face causal LM by its configuration's plan, and its vocabulary by rows.
+
+    Modules that each rank applies to its own heads (norms of queries and keys) stay whole, and are marked for
+    ``sum_partial_gradients``. Raises as ``layer_styles``.
+    """
+    styles = layer_styles(model, mesh.layout.tp)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = head.weight is embedding.weight
+    for name, module in model.named_modules():
+        if model.tp_plan.get(replace_layer_number_by_wildcard(name)) == PARTIAL_GRADIENT:
+            # transformers' hook sums what earlier micro-batches have accumulated, once more with each: the
+            # exactness suite's gradient norm is then 4.5 times what it should be.
+            mark_partial(module)
+    apply_tensor_parallelism(model, mesh.dense["tp"], styles)
+    if is_tied:
+        head.weight = embedding.weight
+
+
+def layer_styles(model: Any, size: int) -> dict[str, str]:
+    """Return transformers' style of splitting each module and parameter over ``size`` ranks, by name.
+
+    Raises ConfigError for heads, sizes or layers that cannot be split.
+    """
+    kind, config = type(model).__name__, model.config.get_text_config()
+    check_divides(kind, config, size)
+    if not getattr(config, "base_model_tp_plan", None):
+        raise ConfigError(f"--tp_size: {kind} has no tensor-parallel plan", hint="set --tp_size 1")
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    styles: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if module is embedding:
+            style: str | None = "embedding_rowwise"
+        elif module is head:
+            style = None if head.weight is embedding.weight else "colwise"
+        else:
+            style = _layer_style(model, name, module)
+        if style is not None:
+            parameters = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
+            styles |= dict.fromkeys([*parameters, name], style)
+    return styles
+
+
+def _layer_style(model: Any, name: str, module: nn.Module) -> str | None:
+    """Return transformers' style of splitting ``module``; None for one that stays as it is."""
+    style: str | None = model.tp_plan.get(replace_layer_number_by_wildcard(name))
+    if style in (None, PARTIAL_GRADIENT) or is_experts(module):
+        return None
+    if style not in _LINEAR or not isinstance(module, nn.Linear):
+        raise ConfigError(
+            f"--tp_size: {type(model).__name__} has {name} ({type(module).__name__}, plan {style!r}), which"
+            " cannot be split over processes",
+            hint="set --tp_size 1, or train a model with separate projections (Llama, Qwen3, Mistral)",
+        )
+    return style
+
+
+def check_divides(name: str, config: Any, size: int) -> None:
+    """Raise ConfigError if ``size`` does not divide heads, features or vocabulary."""
+    for key, what in (
+        ("num_attention_heads", "attention heads"),
+        ("num_key_value_heads", "key-value heads"),
+        ("intermediate_size", "intermediate features"),
+        ("vocab_size", "ids of vocabulary"),
+    ):
+        count = getattr(config, key, None)
+        if count is not None and count % size:
+            hint = "choose a --tp_size that divides them"
+            if key == "vocab_size":
+                hint += f", or resize the model's embeddings to {-(-count // size) * size}"
+            raise ConfigError(f"{name} has {count} {what}, which --tp_size {size} does not divide", hint=hint)
 
 
 def parallelize(

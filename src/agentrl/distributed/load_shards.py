@@ -44,8 +44,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ModelError
-from agentrl.model.load import allocate, compute_buffers, load_model
-from agentrl.model.stored_weights import check_names, tied_apart
+from agentrl.model.load import allocate, check_names, compute_buffers, load_model, tied_apart
 from agentrl.weights.folder import read_config
 
 _BLOCK = 64 << 20

@@ -28,7 +28,7 @@ from agentrl.errors import ModelError
 from agentrl.model.attention.executor import ForestExecutor, build_executor
 from agentrl.model.flops import Stopwatch
 from agentrl.model.forward import ForwardOptions, forest_logprobs
-from agentrl.model.output_head import OutputHead, output_head
+from agentrl.model.logprobs import OutputHead, output_head
 
 ForestLoss = Callable[..., Tensor]
 """(forest, what ``forest_logprobs`` returns) → the forest's part of the step's loss, a scalar."""

@@ -22,8 +22,7 @@ from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.model_call import role_problem
 from agentrl.documents.task import CONVERSATIONS, Claim
 from agentrl.errors import AgentRLError, LeaseLostError, RunMissingError, StoreUnavailableError
-from agentrl.gateway.answerer import Answerer
-from agentrl.gateway.answers import answer_of
+from agentrl.gateway.answerer import Answerer, answer_of
 from agentrl.gateway.dialects.anthropic_messages import Messages
 from agentrl.gateway.dialects.fields import load_body, require_model
 from agentrl.gateway.dialects.openai_chat import ChatCompletions

@@ -5,30 +5,175 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import string
+import tarfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+from urllib.parse import urlsplit
 
 import httpx2
 
+from agentrl.documents.base import is_score, sanitize_bson
 from agentrl.documents.record import CommandRun, Ending, HarnessRun
 from agentrl.documents.status import CallStatus, StopReason
 from agentrl.environments.harbor.environment import Harbor
+from agentrl.environments.harbor.verifier import control
 from agentrl.errors import ENGINES, ConfigError, EngineError, HarnessError
-from agentrl.harness.config import TASK, HarnessConfig, HarnessFile
-from agentrl.harness.prepare import Prepared, prepare
-from agentrl.harness.result import score_files
-from agentrl.harness.session import ContainerSession, HarnessSession, Session, hide
-from agentrl.harness.task_container import TaskContainer
-from agentrl.harness.workspace import HOME, WORKSPACE, read_file
+from agentrl.harness.config import TASK, Command, HarnessConfig, HarnessFile, ScoreCommand
+from agentrl.harness.prepare import Prepared, arguments_of, prepare
+from agentrl.harness.session import SHOWN_BYTES, ContainerSession, HarnessSession, Session, forwarded, hide
+from agentrl.harness.workspace import HOME, TEMPORARY, WORKSPACE, add_files, read_file, restore
+from agentrl.own_hosts import is_loopback
 from agentrl.proxies import ProxiedTransport
 from agentrl.rollout.agent_io import Endpoint, Outcome
 from agentrl.rollout.agents import agent
 from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoreResult
+from agentrl.tools.sandbox.changes import Changes
+from agentrl.tools.sandbox.limits import Execution
+from agentrl.tools.sandbox.namespaces import WORK
+
+_FILE_BYTES: Final = 1 << 20
+_SCORING: Final = {
+    "PYTHONNOUSERSITE": "1",
+    "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.bareRepository", "GIT_CONFIG_VALUE_0": "explicit",
+}  # fmt: skip
+"""Settings of the command that scores: no packages of HOME, no folder that poses as a bare repository."""
+
+
+async def score_files(
+    config: HarnessConfig, session: Session, run: CommandRun, environment: dict[str, str]
+) -> tuple[ScoreResult | None, CommandRun | None]:
+    """Return the score, and the command that gave it; None for a score that comes from elsewhere.
+
+    Raises HarnessError for a file or an output without a number.
+    """
+    if config.score == "exit_code":
+        passed = run.ended is Ending.EXITED
+        return ScoreResult(float(passed), {"exit_code": run.exit_code, "ended": run.ended.value}), None
+    if isinstance(config.score, HarnessFile):
+        name = config.score.file
+        text = await asyncio.to_thread(read_file, session.archive, name, _FILE_BYTES)
+        if text is None:
+            raise HarnessError(
+                f"the harness has not written {name!r}, the file with its score",
+                hint="write a number, or JSON with 'score', into it",
+            )
+        return _read_score(text, f"the file {name!r}"), None
+    if isinstance(config.score, ScoreCommand):
+        return await _run_command(config.score, session, environment)
+    return None, None
+
+
+async def _run_command(
+    command: ScoreCommand, session: Session, environment: dict[str, str]
+) -> tuple[ScoreResult, CommandRun]:
+    """Run the command on the working directory, with nothing else that the harness has left."""
+    await asyncio.to_thread(restore, session.archive, session.before, command.restore)
+    done = await session.run(
+        command.command, {**_SCORING, **environment}, seconds=command.seconds, calls_model=False
+    )
+    if command.result == "stdout" and done.ended is Ending.EXITED:
+        lines = done.stdout.strip().splitlines()
+        return _read_score(lines[-1] if lines else "", "the last line of score.command"), done
+    score = float(done.ended is Ending.EXITED)
+    return ScoreResult(score, {"exit_code": done.exit_code, "ended": done.ended.value}), done
+
+
+def _read_score(text: str, where: str) -> ScoreResult:
+    """Read a number, or a JSON object with ``score`` and ``details``."""
+    try:
+        value: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    details = value.get("details") if isinstance(value, dict) else None
+    score = value.get("score") if isinstance(value, dict) else value
+    if isinstance(score, bool) or not is_score(score):
+        raise HarnessError(
+            f"{where} holds {text[:100]!a}, not a score", hint='write a number, or {"score": 1.0}'
+        )
+    return ScoreResult(float(score), sanitize_bson(details) if isinstance(details, dict) else {})
+
+
+class TaskContainer(Session):
+    """The container of the task. Its files stay in it; the environment compares and scores them."""
+
+    def __init__(self, prepared: Prepared, environment: Harbor) -> None:
+        super().__init__(prepared)
+        self._environment = environment
+        self._gateway: tuple[str, int] | None = None
+
+    @property
+    def root(self) -> str:
+        """The folder of the harness's own files, beside the task's."""
+        return WORK
+
+    @property
+    def workspace(self) -> str:
+        """The working directory of the task."""
+        return self._environment.container.spec.workdir or "/"
+
+    def reachable(self, url: str) -> str:
+        """Return the URL of the gateway as commands reach it: its own, or a loopback without a network.
+
+        Raises ConfigError if the container does not reach the gateway and its back end does not forward it.
+        """
+        container = self._environment.container
+        network = container.spec.network
+        if network == "host" or (network != "none" and not is_loopback(urlsplit(url).hostname or "")):
+            return url
+        if not container.forwards_gateway:
+            raise ConfigError(
+                f"the container of task {self._environment.task.task_id} cannot reach the gateway {url} from"
+                f" its network {network!r}",
+                hint="use --rootfs, whose sandbox forwards the gateway; or, for tasks with network_mode ="
+                ' "public", a --gateway_url that containers reach, or --task_network host',
+            )
+        self._gateway, url = forwarded(url, self._prepared.config.source)
+        return url
+
+    async def fill(self, files: Mapping[str, bytes]) -> None:
+        """Copy the files of the harness into the container; its work into the task's folder."""
+        if self._gateway is not None:
+            await self._environment.connect(self._gateway)
+        inside = f"{WORKSPACE}/"
+        own = {name: content for name, content in files.items() if not name.startswith(inside)}
+        work = {name[len(inside) :]: content for name, content in files.items() if name.startswith(inside)}
+        container = self._environment.container
+        await control(container, f"mkdir -p {WORK}/{HOME} {WORK}/{TEMPORARY}")
+        for into, content in ((WORK, own), (self.workspace, work)):
+            archive = self._folder / "own.tar"
+            await asyncio.to_thread(_pack, archive, content)
+            await container.copy(archive, into=into)
+        if (user := self._environment.user) is not None:
+            paths = [WORK, *(f"{self.workspace}/{name}" for name in work)]
+            await control(container, shlex.join(["chown", "-R", "--", user, *paths]))
+
+    async def changes(self) -> Changes:
+        """Return none: the environment compares the files of its container."""
+        return Changes((), 0, "")
+
+    async def _execute(
+        self, command: Command, environment: Mapping[str, str], seconds: float, calls_model: bool
+    ) -> Execution:
+        folders = {"HOME": f"{WORK}/{HOME}", "TMPDIR": f"{WORK}/{TEMPORARY}"}
+        return await self._environment.container.run(
+            arguments_of(command), seconds=seconds, environment={**folders, **environment},
+            user=self._environment.user, output_bytes=self._prepared.config.limits.output_bytes,
+            shown_bytes=SHOWN_BYTES,
+        )  # fmt: skip
+
+
+def _pack(archive: Path, files: Mapping[str, bytes]) -> None:
+    with tarfile.open(archive, "w", format=tarfile.GNU_FORMAT):
+        pass
+    add_files(archive, files)
+
 
 TASK_FILE: Final = "task.json"
 REWARD_KEY_FILE: Final = "reward_key"

@@ -13,7 +13,7 @@ from agentrl.inference.control import EngineControl
 from agentrl.processes import has_ended, is_observable
 
 if TYPE_CHECKING:
-    from agentrl.weights.weight_group import GroupBackend, WeightRequests
+    from agentrl.weights.live import GroupBackend, WeightRequests
 
 
 class PartlyLoadedError(EngineError):
@@ -65,7 +65,7 @@ class LiveLoader:
         self, version: int, share: LiveShare, backend: GroupBackend
     ) -> AsyncIterator[Awaitable[None]]:
         """Ask a rank for its share and join its group; yield the calls that receive the buckets."""
-        from agentrl.weights.weight_group import WeightRequests
+        from agentrl.weights.live import WeightRequests
 
         host = "127.0.0.1" if is_observable(share.process) else share.host
         address = (host, int(share.port or 0))
@@ -84,8 +84,7 @@ class LiveLoader:
     async def _load_pickled(
         self, version: int, share: LiveShare, ranks: int
     ) -> AsyncIterator[Awaitable[None]]:
-        from agentrl.weights.memory_file import open_memory_file
-        from agentrl.weights.weight_group import BUCKET_BYTES
+        from agentrl.weights.live import BUCKET_BYTES, open_memory_file
 
         weights = await asyncio.to_thread(open_memory_file, str(share.file), share.name)
         for bucket in weights.buckets(BUCKET_BYTES):

@@ -18,12 +18,9 @@ from agentrl.device_lease import DeviceLease, has_gpu, leased_devices
 from agentrl.errors import ConfigError
 from agentrl.inference.engines.attached import AttachedEngine
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.commands import engine_command
-from agentrl.inference.engines.lora import why_merged
+from agentrl.inference.engines.commands import engine_command, why_merged
 from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
-from agentrl.inference.served_adapters import ServedAdapters
-from agentrl.inference.served_engine import ServedEngine
-from agentrl.inference.served_weights import ServedWeights, starting_weights
+from agentrl.inference.served_engine import ServedAdapters, ServedEngine, ServedWeights, starting_weights
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.weights.local_copy import LocalCopy, weights_dir
 

@@ -5,30 +5,390 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.concurrency import task_group
-from agentrl.config.schema import EngineConfig
+from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.device_lease import DeviceLease
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus
-from agentrl.errors import AgentRLError, EngineError, PublishError
+from agentrl.errors import AgentRLError, ConfigError, EngineError, PublishError
 from agentrl.inference.client import EngineClient
-from agentrl.inference.control import EngineLoad
+from agentrl.inference.control import EngineControl, EngineLoad
+from agentrl.inference.engine import EngineRefusedError, adapter_name, known_format
 from agentrl.inference.engines.attached import AttachedEngine
 from agentrl.inference.engines.process import EngineProcess
-from agentrl.inference.front_router import FrontRouter
-from agentrl.inference.live_weights import PartlyLoadedError
-from agentrl.inference.served_weights import ServedWeights
+from agentrl.inference.http import EngineHttp
+from agentrl.inference.live_weights import LiveLoader, PartlyLoadedError, is_reachable
 from agentrl.store.mechanics.retry import log_store_errors, retry_outages
+from agentrl.weights.local_copy import LocalCopy, chain_to
+from agentrl.weights.merged import MERGED, merged_model
+from agentrl.weights.model_folder import verify
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
 
-
 log = logging.getLogger(__name__)
+
+CHECK_SECONDS = 10.0
+"""Time between two looks whether the router still knows the engine."""
+_UNREGISTER_SECONDS = 5.0
+
+
+class FrontRouter:
+    """The workers of one sglang-router (``/workers``)."""
+
+    def __init__(self, url: str) -> None:
+        self._http = EngineHttp(url)
+
+    async def keep(self, worker_url: str) -> None:
+        """Register ``worker_url``, and again whenever the router has lost it; run until cancelled."""
+        failed = False
+        while True:
+            try:
+                if await self._worker_id(worker_url) is None:
+                    await self._http.respond("POST", "/workers", {"url": worker_url}, statuses=(200, 202))
+                    log.info("registered at the router %s", self._http.url)
+                failed = False
+            except EngineError as error:
+                if not failed:
+                    log.warning("not registered at the router: %s; trying again", error.message)
+                failed = True
+            await asyncio.sleep(CHECK_SECONDS)
+
+    async def leave(self, worker_url: str) -> None:
+        """Remove ``worker_url`` from the router, so that it sends no more calls; then close."""
+        with contextlib.suppress(EngineError, TimeoutError):  # the router's health check removes it later
+            async with asyncio.timeout(_UNREGISTER_SECONDS):
+                worker = await self._worker_id(worker_url)
+                if worker is not None:
+                    await self._http.respond("DELETE", f"/workers/{worker}", statuses=(200, 202))
+        await self._http.close()
+
+    async def _worker_id(self, worker_url: str) -> str | None:
+        """Return the id of the worker at ``worker_url``; None if the router has none."""
+        answer = await self._http.call("GET", "/workers")
+        with known_format(f"{self._http.url}/workers", answer):
+            return next((str(w["id"]) for w in answer.get("workers", []) if w["url"] == worker_url), None)
+
+
+_KEPT = 4
+"""Adapters of a run that stay loaded: a sampler names the one that it read a few seconds ago."""
+_LEAVE_SECONDS = 10.0
+
+
+class ServedAdapters:
+    """The adapters of one run in one engine, whose whole weights are version ``whole``."""
+
+    def __init__(
+        self,
+        client: EngineControl,
+        copy: LocalCopy,
+        *,
+        run_name: str,
+        whole: int = 0,
+        folder: str = "",
+        why_merged: str | None = None,
+        is_shared: bool = False,
+    ) -> None:
+        """``folder`` has the weights of ``whole``. ``why_merged`` says why the engine loads no adapters.
+
+        A shared engine belongs to another process: it gets adapters only.
+        """
+        self.name: str | None = None
+        """The adapter that requests must name; None while the engine serves whole weights."""
+        self.whole: int | None = whole
+        """None if the engine has lost its weights."""
+        self._client = client
+        self._copy = copy
+        self._folders = {whole: folder}
+        self._run_name = run_name
+        self._why_merged = why_merged
+        self._is_shared = is_shared
+        self._loaded: list[str] = []
+        self._merged: Path | None = None
+        self._unloading: set[asyncio.Task[None]] = set()
+
+    def pauses(self, version: PolicyVersion) -> bool:
+        """Return whether the engine must be paused while ``version`` is loaded: its whole weights change."""
+        is_adapter = version.encoding == "adapter" and self._why_merged is None
+        return not is_adapter or version.base != self.whole
+
+    def check(self, version: PolicyVersion) -> None:
+        """Raise PublishError for whole weights that a shared engine would have to load."""
+        if self._is_shared and self.pauses(version):
+            raise PublishError(
+                "it has other whole weights than the engine, which other runs may use",
+                hint="train an adapter of the engine's model (--lora_rank), or serve this run without"
+                " --engine_url",
+            )
+
+    async def fetch(self, store: Store, version: PolicyVersion) -> None:
+        """Merge ``version``, which is in the copy, if the engine needs that. Raises ModelError."""
+        if version.encoding != "adapter" or self._why_merged is None:
+            return
+        if self._merged is None:
+            log.info("adapters are merged into whole weights for this engine: %s", self._why_merged)
+        base = (await chain_to(store, version))[0]
+        try:
+            folder = Path((await self._copy.hold(store, version))[1])
+            model = self._folders.get(base.id) or base.location
+            merged = await merged_model(folder, model, MERGED / self._run_name)
+        finally:
+            self._copy.release()
+        if self._merged not in (None, merged):
+            await asyncio.to_thread(shutil.rmtree, self._merged, ignore_errors=True)
+        self._merged = merged
+
+    async def load(self, store: Store, version: PolicyVersion) -> None:
+        """Load the adapter ``version``, and before it its base if the engine has another one.
+
+        Running requests keep the adapter that they began with. Raises EngineError.
+        """
+        if self._merged is not None:
+            await self._client.update_weights(str(self._merged), version.id)
+            self.whole = version.id
+            return
+        base = (await chain_to(store, version))[0]
+        name = adapter_name(self._run_name, version.id)
+        try:
+            if base.id != self.whole:
+                self.name = None
+                folder = self._folders.get(base.id) or (await self._copy.hold(store, base))[1]
+                await self._client.update_weights(folder, base.id)
+                self.whole = base.id
+            loaded = await self._client.load_adapter(name, (await self._copy.hold(store, version))[1])
+        finally:
+            self._copy.release()
+        self.name = name
+        self._loaded = [*(each for each in self._loaded if each != name), name][-_KEPT:]
+        for each in loaded - set(self._loaded):
+            if each.rpartition("@")[0] == self._run_name:
+                task = asyncio.create_task(self._unload(each))  # SGLang waits for the adapter's requests
+                self._unloading.add(task)
+                task.add_done_callback(self._unloading.discard)
+
+    async def leave(self) -> None:
+        """Unload this run's adapters from a shared engine; another engine ends with this process."""
+        if self._is_shared:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LEAVE_SECONDS):
+                    await asyncio.gather(*map(self._unload, self._loaded))
+
+    async def _unload(self, name: str) -> None:
+        with contextlib.suppress(EngineError):
+            await self._client.unload_adapter(name)
+
+
+class ServedWeights:
+    """The weights of one engine. The engine is paused for ``load`` alone, and not for an adapter."""
+
+    def __init__(
+        self,
+        client: EngineControl,
+        store: Store,
+        copy: LocalCopy,
+        adapters: ServedAdapters,
+        *,
+        loaded: int = 0,
+    ) -> None:
+        """``loaded`` is the version that the engine starts with, in ``copy`` unless it is loaded in place."""
+        self.adapters = adapters
+        self._client = client
+        self._store = store
+        self._copy = copy
+        self._loaded = loaded
+        self._ready: dict[int, PolicyVersion] = {}
+        """By the version that was fetched last: what can be loaded for it."""
+        self.needs_full = False
+        """Whether the version that was fetched last needs a delta that is damaged or missing."""
+        self._live = LiveLoader(client)
+        self._takes_deltas = True
+        """Whether the engine changes elements of its weights in place: the local one, until it refuses."""
+        self._prepared: int | None = None
+        """The version for which the engine has read the changed elements."""
+        self._ahead: PolicyVersion | None = None
+        """The version to which the engine has changed its weights while the copy stayed behind."""
+
+    def started(self) -> None:
+        """Let the copy change: the engine has read it."""
+        self._copy.release()
+
+    async def fetch(self, version: PolicyVersion) -> None:
+        """Make ``version`` ready to be loaded. Raises PublishError if it is damaged, or out of reach."""
+        self.adapters.check(version)
+        if self._is_live(version):
+            return  # it comes from the trainer's memory when it is loaded
+        if not version.is_stored:
+            raise PublishError(
+                "it is only in the memory of a trainer that this engine does not reach; the next stored"
+                " version is loaded"
+            )
+        if version.encoding == "delta" and await self._prepare(version):
+            self._ready, self.needs_full = {version.id: version}, False
+            return
+        try:
+            ready = await self._copy.bring(self._store, version)
+            if ready.id <= self._loaded < version.id:
+                raise PublishError(f"it cannot be had, and the newest that can is version {ready.id}")
+        except PublishError:
+            self.needs_full = version.encoding == "delta"
+            raise
+        self._ready, self.needs_full = {version.id: ready}, ready.id < version.id
+        await self.adapters.fetch(self._store, ready)
+
+    async def _prepare(self, version: PolicyVersion) -> bool:
+        """Let the engine read what a delta changes in its weights; return False if it does not."""
+        self._prepared = None
+        if not self._takes_deltas:
+            return False
+        try:
+            files = await self._copy.hold_deltas(self._store, version, self._loaded)
+            if files:
+                await self._client.prepare_delta(files, self._loaded)
+                self._prepared = version.id
+        except PublishError as error:
+            log.debug("the copy is brought to version %d instead: %s", version.id, error.message)
+        except EngineError as error:
+            self._takes_deltas = not isinstance(error, EngineRefusedError)
+            log.info("the engine loads version %d from the copy: %s", version.id, error.message)
+        finally:
+            self._copy.release()
+        return self._prepared is not None
+
+    async def keep_up(self) -> None:
+        """Bring the copy to the version that the engine has by deltas: others read it, and a restart does."""
+        version, self._ahead = self._ahead, None
+        if version is None:
+            return
+        try:
+            held = await self._copy.bring(self._store, version)
+            self.needs_full = held.id < version.id
+        except PublishError as error:
+            self.needs_full = True
+            log.warning("the copy stays behind version %d: %s", version.id, error.message)
+
+    async def load(self, version: PolicyVersion) -> int:
+        """Load ``version``, which was fetched; return the number of the version that is served then.
+
+        It is another one if the copy that this host's engines share holds another one, and after a failure
+        that left the engine with a part of ``version``. Raises PublishError or EngineError; the engine then
+        keeps its weights, unless it is a PartlyLoadedError.
+        """
+        if version.encoding == "adapter":
+            await self.adapters.load(self._store, version)
+            return version.id
+        if self._is_live(version):
+            try:
+                await self._live.load(version)
+            except PartlyLoadedError as error:
+                log.error("version %d arrived in part: %s", version.id, error.message)
+                return await self._restore(error)
+            except (PublishError, EngineError) as error:
+                if not version.is_stored:
+                    raise
+                log.warning("version %d comes from the disk: %s", version.id, error.message)
+                await self._copy.bring(self._store, version)
+            else:
+                return self._note_whole(version.id)
+        if self._prepared == version.id:
+            self._prepared = None
+            try:
+                await self._client.apply_delta(version.id)
+            except EngineError as error:
+                log.warning("version %d comes from the copy: %s", version.id, error.message)
+            else:
+                self._ahead = version
+                return self._note_whole(version.id)
+        ready = self._ready.get(version.id, version)
+        return await self._load_held(*await self._copy.hold(self._store, ready))
+
+    async def _load_held(self, version: PolicyVersion, folder: str) -> int:
+        try:
+            await self._client.update_weights(folder, version.id)
+        finally:
+            self._copy.release()
+        return self._note_whole(version.id)
+
+    def _note_whole(self, version: int) -> int:
+        """Note that the engine has the whole weights of ``version``; return it."""
+        self._loaded = self.adapters.whole = version
+        self.adapters.name = None
+        return version
+
+    def _is_live(self, version: PolicyVersion) -> bool:
+        """Return whether ``version`` may come from the trainer's memory."""
+        return version.live is not None and self._client.takes_live_weights and is_reachable(version.live)
+
+    async def _restore(self, error: PartlyLoadedError) -> int:
+        """Load the newest stored version in place of a mixture; raise ``error`` if that fails too."""
+        try:
+            stored = await _hold_newest(self._store, self._copy, None)
+            if stored is None:
+                raise error
+            whole, folder, adapter = stored
+            await self._load_held(whole, folder)
+            return whole.id if adapter is None else await self.load(adapter)
+        except (PublishError, EngineError) as failure:
+            raise error from failure
+
+
+async def starting_weights(
+    store: Store, model: ModelConfig, copy: LocalCopy
+) -> tuple[int, str, PolicyVersion | None]:
+    """Return the number and the folder of the newest intact version; else 0 and ``--model_name_or_path``.
+
+    Of an adapter these are its base's, and the third value is its version. ``copy`` is held if the whole
+    weights are in it. Raises PublishError if versions are published and none of them is intact.
+    """
+    base = None if model.model_name_or_path is None else str(Path.cwd() / model.model_name_or_path)
+    found = await _hold_newest(store, copy, base)
+    if found is not None:
+        whole, folder, adapter = found
+        return whole.id, folder, adapter
+    if base is None:
+        raise ConfigError(
+            "there is no published version to serve, and no model to start from",
+            hint="pass --model_name_or_path",
+        )
+    return 0, base, None
+
+
+async def _hold_newest(
+    store: Store, copy: LocalCopy, base: str | None
+) -> tuple[PolicyVersion, str, PolicyVersion | None] | None:
+    """Hold the newest version that can be had; return its whole weights, their folder, and its adapter.
+
+    The result is None if no version is published. ``base`` replaces the folder of version 0, which may be on
+    the trainer's host alone, if it has its files.
+    """
+    from agentrl.weights.publish import published_versions
+
+    refused: PublishError | None = None
+    async for version in published_versions(store):
+        if not version.is_stored:
+            continue
+        adapter, whole = None, version
+        try:
+            if version.encoding == "adapter":
+                adapter, whole = version, (await chain_to(store, version))[0]
+                await copy.bring(store, adapter)
+            return *await copy.hold(store, await copy.bring(store, whole)), adapter
+        except PublishError as error:
+            if whole.id == 0 and base is not None:
+                with contextlib.suppress(PublishError):
+                    await asyncio.to_thread(verify, base, whole.files)
+                    return whole, base, adapter
+            log.error("version %d refused: %s", version.id, error.message)
+            refused = refused or error
+    if refused is not None:
+        raise refused
+    return None
+
 
 _FOLLOW_POLL_SECONDS = 2.0
 _REFETCH_SECONDS = 30.0

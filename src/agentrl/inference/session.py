@@ -1,30 +1,202 @@
-"""Make the model calls of one trajectory: a generation survives aborts, pauses and engines that die."""
+"""Make the model calls of a trajectory: choose an engine; survive aborts, pauses and engines that die."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import re
 import time
 import uuid
-from collections.abc import Awaitable, Sequence
-from contextlib import nullcontext
-from typing import Protocol
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol
 
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.documents.images import Image
-from agentrl.documents.model_call import PartialGeneration
+from agentrl.documents.model_call import (
+    PartialGeneration,
+    VersionSpan,
+    append_span,
+    pack_floats,
+    pack_ids,
+    prompt_digest,
+    unpack_floats,
+    unpack_ids,
+)
+from agentrl.documents.routing import ExpertShape, routed_tokens
+from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
-from agentrl.errors import ContextFullError, EngineError
+from agentrl.documents.sampling_mask import SamplingMask
+from agentrl.documents.status import ServiceStatus
+from agentrl.errors import ENGINES, ContextFullError, EngineError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import (
     EncodedIds,
     EngineInterruptedError,
     EngineRefusedError,
+    FinishReason,
     Generation,
     Held,
     Progress,
 )
-from agentrl.inference.engine_list import EngineList
-from agentrl.inference.generation_parts import GenerationParts
+from agentrl.inference.engine_list import EngineList, LiveEngines
+from agentrl.inference.engines.clients import engine_client
+from agentrl.rollout.outages import Outages
+
+_LARGEST_MASK = 4 * 2**20
+"""Bytes of a sampling mask that is kept with a partial generation, within the document of its Record."""
+
+
+@dataclass(slots=True)
+class GenerationParts:
+    """The parts of one generation so far. An abort or a failure of an engine ends each part but the last."""
+
+    input_ids: Sequence[int]
+    params: SamplingParams
+    chat_format: ChatFormat | None
+    """Says where a generation stops; None: at ``stop_token_ids`` only."""
+    routed_from: int | None
+    """The first token whose experts are wanted."""
+    output_ids: list[int] = field(default_factory=list)
+    reason: FinishReason = "abort"
+    """Why the generation has ended; ``abort``: it has not."""
+    _parts: list[Generation] = field(default_factory=list)
+
+    def add(self, part: Generation) -> None:
+        """Append a part. An engine may report an abort where the tokens already end at a stop."""
+        self.keep(part)
+        self.reason = part.finish_reason
+        if self.reason == "abort" and part.output_ids and self._stops():
+            self.reason = "stop"
+        elif self.reason == "abort" and len(self.output_ids) >= self.params.max_new_tokens:
+            self.reason = "length"
+
+    def keep(self, part: Generation) -> None:
+        """Append what a cancelled request has sent: whether it stops there no longer matters."""
+        self._parts.append(part)
+        self.output_ids += part.output_ids
+
+    def resume(self, partial: PartialGeneration) -> None:
+        """Begin with the tokens of an earlier call, if it had the same prompt."""
+        if partial.prompt != prompt_digest(self.input_ids):
+            return
+        self.add(
+            Generation(
+                output_ids=tuple(unpack_ids(partial.output_ids).tolist()),
+                logprobs=tuple(unpack_floats(partial.logprobs).tolist()),
+                versions=partial.versions,
+                finish_reason="abort",
+                prompt_tokens=len(self.input_ids),
+                cached_tokens=partial.cached_tokens,
+                seconds=0.0,
+                engine_url="",
+                logprobs_of=partial.logprobs_of,
+                sampling_mask=partial.sampling_mask,
+            )
+        )
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in the prompt and the parts."""
+        return len(self.input_ids) + len(self.output_ids)
+
+    @property
+    def next_prompt(self) -> Sequence[int]:
+        """The prompt of a request for the rest."""
+        return [*self.input_ids, *self.output_ids] if self.output_ids else self.input_ids
+
+    @property
+    def next_params(self) -> SamplingParams:
+        """The parameters of a request for the rest, with an advanced seed."""
+        done = len(self.output_ids)
+        if not done:
+            return self.params
+        extra = dict(self.params.extra)
+        if "sampling_seed" in extra:
+            extra["sampling_seed"] += done
+        return self.params.replace(max_new_tokens=self.params.max_new_tokens - done, extra=extra)
+
+    @property
+    def next_routed_from(self) -> int | None:
+        """The first token whose experts no part has; None if they are not wanted."""
+        if self.routed_from is None:
+            return None
+        return self.routed_from + sum(routed_tokens(part.routing) for part in self._parts)
+
+    def whole(self, seconds: float) -> Generation:
+        """Return the generation, made in ``seconds``; its routing is complete or left out."""
+        joined = self._joined(seconds)
+        wanted = self.tokens - 1 - (self.routed_from or 0)
+        is_complete = not joined.routing or routed_tokens(joined.routing) == wanted
+        return joined if is_complete else replace(joined, routing=b"")
+
+    def kept(self) -> PartialGeneration | None:
+        """Return what a later call with the same prompt resumes; None without a token."""
+        if not self.output_ids:
+            return None
+        joined = self._joined(0.0)
+        if len(joined.sampling_mask) > _LARGEST_MASK:
+            joined = replace(joined, logprobs_of="other", sampling_mask=b"")
+        return PartialGeneration(
+            prompt=prompt_digest(self.input_ids),
+            output_ids=pack_ids(joined.output_ids),
+            logprobs=pack_floats(joined.logprobs),
+            logprobs_of=joined.logprobs_of,
+            sampling_mask=joined.sampling_mask,
+            versions=joined.versions,
+            cached_tokens=next(part.cached_tokens for part in self._parts if part.output_ids),
+        )
+
+    def _joined(self, seconds: float) -> Generation:
+        parts = self._parts
+        spans: list[VersionSpan] = []
+        offset = 0
+        for part in parts:
+            for span in part.versions:
+                append_span(spans, span.version, offset + span.start, offset + span.end)
+            offset += len(part.output_ids)
+        kinds = {part.logprobs_of for part in parts if part.output_ids} or {parts[-1].logprobs_of}
+        kind = kinds.pop() if len(kinds) == 1 else "other"
+        masks = [SamplingMask.unpack(part.sampling_mask, len(part.output_ids)) for part in parts]
+        return Generation(
+            output_ids=tuple(self.output_ids),
+            logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
+            versions=tuple(spans),
+            finish_reason=self.reason,
+            prompt_tokens=len(self.input_ids),
+            cached_tokens=parts[0].cached_tokens,
+            seconds=seconds,
+            engine_url=parts[-1].engine_url,
+            logprobs_of=kind,
+            sampling_mask=SamplingMask.join(masks).pack() if kind == "truncated" else b"",
+            routing=b"".join(part.routing for part in parts),
+        )
+
+    def _stops(self) -> bool:
+        """Return whether the output ends in a stop token or contains a stop string, by SGLang's rules.
+
+        Stop tokens do not count with ``ignore_eos``. A string of ``stop`` and a match of ``stop_regex`` count
+        at any position, because a generation ends at the first one.
+        """
+        chat_format, extra = self.chat_format, self.params.extra
+        own = frozenset() if chat_format is None else chat_format.stop_ids
+        if not extra.get("ignore_eos") and self.output_ids[-1] in own.union(self.params.stop_token_ids):
+            return True
+        patterns = [*map(re.escape, _strings(extra.get("stop"))), *_strings(extra.get("stop_regex"))]
+        if not patterns or chat_format is None:
+            return False
+        text = chat_format.decode(self.output_ids)
+        return any(re.search(pattern, text) for pattern in patterns)
+
+
+def _strings(value: Any) -> list[str]:
+    """Return a parameter that is a string, or a list of strings, as a list."""
+    return [value] if isinstance(value, str) else list(value or ())
+
 
 log = logging.getLogger(__name__)
 
@@ -179,3 +351,194 @@ class EngineSession:
 def _shifted(progress: Progress, by: int) -> Progress:
     """Return ``progress`` for a request whose first token has the index ``by`` in the output."""
     return lambda start, ids: progress(by + start, ids)
+
+
+_LOG_SECONDS = 30.0
+_NONE_HINT = "start an engine: agentrl serve --run_name … --model_name_or_path …"
+_FOREIGN_HINT = (
+    "give `agentrl serve` and `agentrl sample` the same --model_name_or_path, or folders with the same"
+    " tokenizer.json"
+)
+_GROUPS_KEPT = 4096
+"""Groups whose engines are remembered; an engine's cache holds fewer."""
+
+
+class EngineRouter:
+    """Distributes trajectories over the live engines; their generations survive pauses and failures.
+
+    A trajectory stays at its engine, which has its prefix in the cache. A new one goes where the fewest
+    tokens are in flight. Its prompt counts too, unless a trajectory of its group has sent the same prompt to
+    that engine before: so a group shares an engine, as long as that engine's lead in tokens is smaller than
+    the prompt.
+    """
+
+    def __init__(
+        self,
+        live: LiveEngines,
+        *,
+        token_timeout: float = 120.0,
+        wait_seconds: float = 300.0,
+        vocab_size: int | None = None,
+        max_age: float = 1.0,
+        backoff: float = 0.5,
+        suspect_seconds: float = 5.0,
+        client: Callable[[InferenceService], EngineClient] | None = None,
+        tokens: ChatFormat | None = None,
+        tokenizer: str | None = None,
+        max_model_len: int | None = None,
+        router_url: str | None = None,
+        outages: Outages | None = None,
+        experts: ExpertShape | None = None,
+    ) -> None:
+        """Create a router over the engines of ``EngineList(live, …)``.
+
+        ``tokens`` has the end-of-sequence ids, and decodes text to find stop strings; without it an aborted
+        generation is complete only at ``stop_token_ids``.
+
+        A generation fails if it receives no new token for ``wait_seconds``, because there is no engine or
+        the engines fail. A failed engine is avoided for ``suspect_seconds``.
+
+        With ``router_url`` all calls go there, to a router with SGLang's API that chooses the engine; none
+        goes there while one of the engines has another tokenizer. ``outages`` is told whether any engine
+        generates. With ``experts``, the shape of a mixture, its routing is asked for.
+        """
+        self.engines = EngineList(live, max_age=max_age, tokenizer=tokenizer, max_model_len=max_model_len)
+        self.tokens = tokens
+        self.wait_seconds = wait_seconds
+        self._backoff = backoff
+        self._suspect_seconds = suspect_seconds
+        self._outages = outages
+        connect = partial(engine_client, timeout=token_timeout, vocab_size=vocab_size, experts=experts)
+        self._new_client = client or (lambda each: connect(each.engine, each.url, instance=each.instance))
+        self._clients: dict[str, EngineClient] = {}
+        self._front = None if router_url is None else connect("sglang", router_url)
+        self._sessions: set[EngineSession] = set()
+        self._groups: dict[str, set[str]] = {}
+        """Group → engines that have its prompt in the cache."""
+        self._logged_at = float("-inf")
+
+    @asynccontextmanager
+    async def session(
+        self,
+        traj_id: str,
+        group: str | None = None,
+        partial: PartialGeneration | None = None,
+        held: Held = nullcontext,
+    ) -> AsyncIterator[EngineSession]:
+        """Open a session, whose calls go to one engine; ``group`` names the trajectories of one prompt.
+
+        The first call with the prompt of ``partial`` resumes it. Calls wait in a block of ``held`` while the
+        trainer has the devices of all engines.
+        """
+        await self.engines.refresh()
+        session = EngineSession(self, traj_id, group, partial, held)
+        try:
+            yield session
+        finally:
+            self._assign(session, None)
+
+    async def close(self) -> None:
+        """Close every engine's connections."""
+        await self.engines.close()
+        clients, self._clients = list(self._clients.values()), {}
+        for client in (*clients, *([self._front] if self._front is not None else [])):
+            await client.close()
+
+    async def pick(self, session: EngineSession, tokens: int, deadline: float) -> EngineClient:
+        """Return the session's engine, else the least loaded one; EngineError after ``deadline``.
+
+        ``tokens`` is the length of the prompt that the engine will get. Waits without limit while the trainer
+        has the devices of all engines.
+        """
+        while True:
+            await self.engines.fresh_for_call()
+            if self.engines.is_lent():
+                with session.held():
+                    while self.engines.is_lent():
+                        await asyncio.sleep(self._backoff)
+                        await self.engines.refresh()
+            front = self._front
+            client = self._choose(session, tokens) if front is None else self._through(front)
+            if client is not None:
+                return client
+            why = f"{session.traj_id} is waiting for a live engine"
+            await self.wait("; ".join([why, *self.engines.foreign.values()]), deadline)
+
+    def avoid(self, session: EngineSession) -> None:
+        """Detach the session from its engine, which failed and gets no session for a while."""
+        if session.url is not None:
+            self.engines.avoid(session.url, self._suspect_seconds)
+            for engines in self._groups.values():
+                engines.discard(session.url)
+        self._assign(session, None)
+
+    async def wait(self, why: str, deadline: float, attempt: int = 1) -> None:
+        """Sleep before the next attempt, with exponential backoff; EngineError at ``deadline``."""
+        now, engines = time.monotonic(), self.engines
+        deadline = max(deadline, engines.lent_at + self.wait_seconds)
+        is_down = bool(attempt > 1 or engines.foreign) if self._front is not None else not engines.usable()
+        is_down = is_down and not engines.is_lent()
+        is_first = is_down and not (engines.had_engine or engines.foreign or self._front is not None)
+        if self._outages is not None and is_first:
+            self._outages.breaker(ENGINES).not_up_yet()
+        elif self._outages is not None and is_down:
+            self._outages.breaker(ENGINES).failed(why)
+        if now >= deadline:
+            raise EngineError(
+                f"{why}: no new token for {self.wait_seconds:g} s (--engine_wait_seconds)",
+                hint=_FOREIGN_HINT if engines.foreign and is_down else _NONE_HINT,
+                outage=ENGINES,
+            )
+        if is_first and self._logged_at == float("-inf"):
+            log.info("waiting up to %.0f s for the first engine (--engine_wait_seconds)", deadline - now)
+            self._logged_at = now
+        elif not is_first and now - self._logged_at >= _LOG_SECONDS:
+            self._logged_at = now
+            log.warning("%s; waiting up to %.0f s more", why, deadline - now)
+        await asyncio.sleep(min(self._backoff * 2 ** min(attempt - 1, 4), max(deadline - now, 0.0)))
+
+    def generated(self) -> None:
+        """Record that an engine has generated."""
+        if self._outages is not None:
+            self._outages.breaker(ENGINES).succeeded()
+
+    def _through(self, front: EngineClient) -> EngineClient | None:
+        """Return ``front`` for a call to any engine behind it; None while one has another tokenizer."""
+        front.adapter = self.engines.oldest_adapter
+        return None if self.engines.foreign else front
+
+    def _choose(self, session: EngineSession, tokens: int) -> EngineClient | None:
+        """Return the client of the session's engine, else of the least loaded one; None without any."""
+        urls = {service.url: service for service in self.engines.usable()}
+        if session.url not in urls:
+            in_flight: Counter[str | None] = Counter()
+            for other in self._sessions:
+                in_flight[other.url] += other.tokens
+
+            def cost(service: InferenceService) -> tuple[bool, int, int, str]:
+                cached = session.group is not None and service.url in self._groups.get(session.group, ())
+                load = max(service.running_tokens, in_flight[service.url]) + (0 if cached else tokens)
+                return service.status is not ServiceStatus.READY, load, service.running_requests, service.url
+
+            chosen = min(urls.values(), key=cost, default=None)
+            self._assign(session, chosen.url if chosen else None)
+        if session.url is None:
+            return None
+        session.tokens = max(session.tokens, tokens)
+        service = urls[session.url]
+        if service.id not in self._clients:
+            self._clients[service.id] = self._new_client(service)
+        client = self._clients[service.id]
+        client.adapter = service.adapter
+        return client
+
+    def _assign(self, session: EngineSession, url: str | None) -> None:
+        """Move the session to the engine at ``url``; None detaches it."""
+        self._sessions.discard(session)
+        session.url = url
+        if url is not None:
+            self._sessions.add(session)
+            if session.group is not None:
+                self._groups.setdefault(session.group, set()).add(url)
+                while len(self._groups) > _GROUPS_KEPT:
+                    self._groups.pop(next(iter(self._groups)))

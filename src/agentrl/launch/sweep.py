@@ -16,8 +16,17 @@ from agentrl.config.run import DATABASE_FLAGS, RunConfig
 from agentrl.config.whatif import WhatIfConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation.identity import read_file
-from agentrl.evaluation.sweep import Child, Key, Race, is_done, race, read_children
-from agentrl.evaluation.sweep_file import HeldOut, Sweep, launch_words
+from agentrl.evaluation.sweep import (
+    Child,
+    HeldOut,
+    Key,
+    Race,
+    Sweep,
+    is_done,
+    launch_words,
+    race,
+    read_children,
+)
 from agentrl.processes import STOPPED, exit_reason, start_child, stop_child, stop_on_signals
 from agentrl.store.client import Store
 

@@ -13,15 +13,16 @@ from typing import Any, Generic, TypeVar
 from agentrl.concurrency import Deadline
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.client import (
+    Budget,
     Completion,
     EndpointClient,
     LLMError,
     Messages,
     Problem,
+    Use,
     endpoint_client,
     estimated_tokens,
 )
-from agentrl.llm.limits import Budget, Use
 
 _CONTROL = re.compile(r"<(?=[|｜]|[^\s<>]{1,64}>)|\[(?=/?[A-Za-z_]{2,32}\])")
 """The start of what a tokenizer may read as a control token: ``<|im_end|>``, ``</s>``, ``[INST]``."""

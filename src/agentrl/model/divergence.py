@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 
 from agentrl.documents.column import TopLogprobs
 from agentrl.documents.sampling_mask import SamplingMask
-from agentrl.model.output_head import OutputHead
+from agentrl.model.logprobs import OutputHead
 
 _CHUNK = 1024
 """Ids whose rows of the output head are in memory at a time."""

@@ -11,19 +11,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from agentrl.data.forest import Ints, TokenForest, forest_from_sequences
-from agentrl.data.forest_cuts import merge_prefixes
-from agentrl.data.forest_routing import ForestRouting
+from agentrl.data.forest import ForestRouting, Ints, TokenForest, forest_from_sequences, merge_prefixes
 from agentrl.documents.routing import ExpertShape
 from agentrl.errors import ModelError
 from agentrl.losses.loss import TEACHER
 from agentrl.model.attention.executor import build_executor
 from agentrl.model.attention.sdpa import set_attention
 from agentrl.model.divergence import reverse_kl
-from agentrl.model.kept_ids import KeptIds
 from agentrl.model.load import allocate, compute_buffers, disable_dropout, is_empty
-from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK, token_logprobs
-from agentrl.model.output_head import OutputHead, Projection, output_head
+from agentrl.model.logprobs import (
+    DEFAULT_CHUNK,
+    DEFAULT_VOCAB_CHUNK,
+    KeptIds,
+    OutputHead,
+    Projection,
+    output_head,
+    token_logprobs,
+)
 from agentrl.model.routing import RouterReplay, find_routers
 from agentrl.model.vision import reads_images
 

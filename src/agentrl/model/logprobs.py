@@ -4,13 +4,141 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Self
 
+import numpy as np
 import torch
-from torch import Tensor, distributed
+from numpy.typing import NDArray
+from torch import Tensor, distributed, nn
 
-from agentrl.model.kept_ids import LOWEST, KeptIds
-from agentrl.model.output_head import OutputHead, Projection, rows_of
+from agentrl.documents.sampling_mask import SamplingMask
+from agentrl.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """The last layer of a causal LM: logits = softcap·tanh(scale·(hidden @ weightᵀ + bias)/softcap)."""
+
+    weight: Tensor
+    """[V, H]; the embedding itself if the model ties them."""
+    bias: Tensor | None = None
+    """[V]."""
+    scale: float = 1.0
+    softcap: float | None = None
+    group: distributed.ProcessGroup | None = None
+    """Tensor-parallel ranks, each of which holds a slice of the vocabulary as ``weight`` and ``bias``."""
+    first: int = 0
+    """The token id of the slice's first row."""
+
+    @property
+    def vocabulary(self) -> int:
+        """The rows of the whole head, over all ranks of ``group``."""
+        return len(self.weight) * (1 if self.group is None else self.group.size())
+
+    def own_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the row of ``weight`` of each id, and whether it has one: bool; row 0 or the last if not."""
+        row = ids - self.first
+        return row.clamp(0, len(self.weight) - 1), (row >= 0) & (row < len(self.weight))
+
+
+def output_head(model: nn.Module) -> OutputHead:
+    """Return the head of a Hugging Face causal LM, with the logit scaling that its config declares.
+
+    Raises ModelError for a head that is not a linear layer. ``check_output_head`` compares it with the model.
+    """
+    layer = model.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(layer, nn.Linear):
+        raise ModelError(
+            f"{type(model).__name__} ends in {type(layer).__name__}, not a linear layer",
+            hint="use a causal language model with an lm_head",
+        )
+    config: Any = model.config
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+        getattr(config, "logits_scaling", None) or 1.0
+    )
+    return OutputHead(layer.weight, layer.bias, scale, getattr(config, "final_logit_softcapping", None))
+
+
+class Projection:
+    """Computes float32 logits / temperature a block at a time, in one buffer that each block overwrites."""
+
+    def __init__(self, head: OutputHead, width: int) -> None:
+        self._head = head
+        self._width = min(width, len(head.weight))
+        self._buffer: Tensor | None = None
+
+    def blocks(self, states: Tensor, divisor: Tensor | float) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (vocabulary slice, float32[n, width]) of ``states`` [n, H]; ``divisor``: see ``rows_of``."""
+        for start in range(0, len(self._head.weight), self._width):
+            here = slice(start, min(start + self._width, len(self._head.weight)))
+            yield here, self._block(states, divisor, here)
+
+    def _block(self, states: Tensor, divisor: Tensor | float, here: slice) -> Tensor:
+        head, weight = self._head, self._head.weight[here]
+        if states.is_cuda and states.dtype == weight.dtype != torch.float32:
+            logits = torch.mm(states, weight.T, out_dtype=torch.float32)
+        else:
+            logits = torch.mm(states.float(), weight.float().T, out=self._block_buffer(states, here))
+        if head.bias is not None:
+            logits += head.bias[here].float()
+        if head.softcap is not None:
+            logits.mul_(head.scale / head.softcap).tanh_().mul_(head.softcap / divisor)
+        elif isinstance(divisor, Tensor) or head.scale != divisor:
+            logits.mul_(head.scale / divisor)
+        return logits
+
+    def _block_buffer(self, states: Tensor, here: slice) -> Tensor:
+        rows, width = len(states), here.stop - here.start
+        if self._buffer is None or len(self._buffer) < rows * width:
+            self._buffer = states.new_empty(rows * width, dtype=torch.float32)
+        return self._buffer[: rows * width].view(rows, width)
+
+
+def rows_of(divisor: Tensor | float, rows: slice) -> Tensor | float:
+    """Return the divisor of ``rows``; ``divisor`` is one number or float32[n, 1]."""
+    return divisor[rows] if isinstance(divisor, Tensor) else divisor
+
+
+LOWEST: Final = -1e30
+"""Logit of an excluded id: finite, so that its share of a sum is 0 and not NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptIds:
+    """A SamplingMask on the device of the logits; K ids in all."""
+
+    first: NDArray[np.int64]
+    """int64[T + 1], on the host: the ids of token t are [first[t], first[t + 1])."""
+    row: Tensor
+    """int64[K], the token of each id."""
+    ids: Tensor
+    """int64[K]."""
+    truncated: Tensor
+    """bool[T]: whether a token keeps only some ids."""
+
+    @classmethod
+    def of(cls, mask: SamplingMask, device: torch.device) -> Self:
+        """Copy a mask to ``device``."""
+        row = np.repeat(np.arange(len(mask)), mask.counts)
+        tensors = (torch.from_numpy(array).to(device) for array in (row, mask.ids, mask.counts > 0))
+        return cls(np.append(0, np.cumsum(mask.counts)), *tensors)
+
+    def apply(self, logits: Tensor, tokens: slice, id_of_column: int) -> None:
+        """Set the logits of excluded ids to ``LOWEST``, in place.
+
+        logits [n, width] are those of ``tokens``; the first column is that of ``id_of_column``. Ids that are
+        not in the block mark one more column, so that the host need not wait to know how many these are.
+        """
+        start, end = self.first[tokens.start], self.first[tokens.stop]
+        if start == end:
+            return
+        width = logits.shape[1]
+        column = self.ids[start:end] - id_of_column
+        column = torch.where((column >= 0) & (column < width), column, width)
+        excluded = self.truncated[tokens, None].repeat(1, width + 1)
+        excluded[self.row[start:end] - tokens.start, column] = False
+        logits.masked_fill_(excluded[:, :width], LOWEST)
+
 
 DEFAULT_VOCAB_CHUNK = 8192
 """Vocabulary entries per block of logits."""

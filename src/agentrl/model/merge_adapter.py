@@ -18,7 +18,7 @@ from agentrl.errors import AgentRLError
 from agentrl.model.load import load_policy
 from agentrl.model.lora import read_layers
 from agentrl.weights.model_folder import atomic_model_folder, complete_folder
-from agentrl.weights.sharded_writer import write_alone
+from agentrl.weights.snapshot import write_alone
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from agentrl.config.schema import ModelConfig
 from agentrl.data.forest import forest_from_sequences
 from agentrl.model.attention.executor import build_executor
 from agentrl.model.load import disable_dropout, load_model, resolve_dtype
-from agentrl.model.output_head import Projection, output_head
+from agentrl.model.logprobs import Projection, output_head
 
 _CHUNK = 256
 """Tokens whose logits are in memory at a time."""

@@ -24,12 +24,12 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.config.training import PlanConfig
+from agentrl.distributed.apply import layer_styles
 from agentrl.distributed.context_parallel import check_context
 from agentrl.distributed.expert_parallel import check_experts
 from agentrl.distributed.fsdp import GradientReduction
 from agentrl.distributed.mesh import DIMENSIONS, Layout, check_flags
 from agentrl.distributed.pipeline_stages import assign_model_layers, check_stages
-from agentrl.distributed.tensor_parallel import layer_styles
 from agentrl.errors import AgentRLError
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK

@@ -24,8 +24,7 @@ from agentrl.errors import (
 )
 from agentrl.registry import Registry
 from agentrl.rollout.agent_io import Outcome, checked_outcome
-from agentrl.rollout.role import Role
-from agentrl.rollout.rollout import CURRENT, Rollout
+from agentrl.rollout.rollout import CURRENT, Role, Rollout
 from agentrl.scoring.rewards import checked_role_rewards
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, checked_score
 from agentrl.user_code import contain, contain_call

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from agentrl.chat.chat_format import Message
 from agentrl.registry import Registry
-from agentrl.rollout.role import ContextManager, Role
+from agentrl.rollout.rollout import ContextManager, Role
 
 CONTEXT_MANAGERS: Registry[ContextManager] = Registry(
     "context manager", group="agentrl.context_managers", flag="--new_context"

@@ -27,7 +27,7 @@ from agentrl.rollout.load_tasks import load_read_tasks, read_source
 from agentrl.rollout.preflight import probe, require_groups
 from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import allow_configured_imports, open_worker, require_extensions, sampler_config
-from agentrl.store.admission import GroupLimit
+from agentrl.store.claims import GroupLimit
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.store.selection import CURRICULUM, ORDER, Selection

@@ -20,9 +20,8 @@ from agentrl.permissions import allow, is_allowed
 from agentrl.processes import stop_on_signals
 from agentrl.registry import import_modules
 from agentrl.rollout.agent_io import failure_text
-from agentrl.rollout.breaker import report_outages
 from agentrl.rollout.held_claims import HeldClaims, owner_name
-from agentrl.rollout.outages import Blame, Outages
+from agentrl.rollout.outages import Blame, Outages, report_outages
 from agentrl.scoring.scorers import ScorerContext, score_context
 from agentrl.spans import NO_SPAN, Span, tracer
 from agentrl.store.client import open_existing

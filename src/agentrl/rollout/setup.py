@@ -36,7 +36,7 @@ from agentrl.environments.harbor.machine import use_containers
 from agentrl.errors import ModelError
 from agentrl.inference.engine import Router
 from agentrl.inference.engine_list import LiveEngines
-from agentrl.inference.router import EngineRouter
+from agentrl.inference.session import EngineRouter
 from agentrl.permissions import allow
 from agentrl.registry import import_modules
 from agentrl.rollout.agent_io import Endpoint, agent_cfg_path

@@ -4,23 +4,244 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 
-from pymongo import ReturnDocument, UpdateOne
-from pymongo.errors import PyMongoError
+from bson import ObjectId
+from pymongo import ASCENDING, DESCENDING, ReturnDocument, UpdateOne
+from pymongo.errors import DuplicateKeyError, PyMongoError
 
-from agentrl.documents.status import SAMPLED, RecordStatus, SlotStatus, TaskStatus, values
+from agentrl.documents.record import Failure
+from agentrl.documents.run import ADMISSION
+from agentrl.documents.status import (
+    APPLIED_STEPS,
+    SAMPLED,
+    DataStatus,
+    RecordStatus,
+    SlotStatus,
+    TaskStatus,
+    values,
+)
 from agentrl.documents.task import CONVERSATIONS, FEEDBACK, Claim, Task
-from agentrl.errors import StoreError
-from agentrl.store.admission import NOTHING, AdmissionRacedError, GroupAdmission, GroupLimit, Needs
-from agentrl.store.expired_leases import ExpiredLeases
+from agentrl.errors import DATABASE, StoreError
+from agentrl.store.attempts import CompletedGroups
 from agentrl.store.mechanics import slots
-from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
-from agentrl.store.mechanics.slots import lost_claims
+from agentrl.store.mechanics.collection import abort, use_session
+from agentrl.store.mechanics.connection import TRANSACTION, Connection, Json, Repository, database_call
+from agentrl.store.mechanics.lease import FREE, literal
+from agentrl.store.mechanics.slots import QUEUED, lost_claims
 from agentrl.store.mechanics.write_coalescer import WriteCoalescer
-from agentrl.store.names import RECORD, TASK
-from agentrl.store.selection import BY_BEGIN, BY_ORDER, Selection
+from agentrl.store.names import DATA, GATE, OUTAGE, RECORD, STEP, TASK
+from agentrl.store.records import end_records, queue_sampled
+from agentrl.store.selection import BY_BEGIN, BY_ORDER, SLOTS_AT_ONCE, Selection, TaskSelection, sort_key
+
+_TRANSIENT = "TransientTransactionError"
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Tool servers, scorers and environments that are down, or whose sessions are all in use.
+
+    A task needs the servers in its ``tools``, or every server without them.
+    """
+
+    servers: frozenset[str] = frozenset()
+    scorers: frozenset[str] = frozenset()
+    known: frozenset[str] | None = None
+    """If not None, a task that names any other server needs something of these too: a manager is down, and
+    nobody knows the names of its servers."""
+    environments: frozenset[str] = frozenset()
+    """Names of environments, and the addresses in a task's ``meta.server``."""
+
+    @property
+    def excluded(self) -> Json:
+        """Return a filter for the tasks that need none of them."""
+        needed: list[Json] = []
+        if self.servers:
+            needed += [{"tools": None}, {"tools": {"$in": sorted(self.servers)}}]
+        if self.known is not None:
+            needed.append({"tools": {"$elemMatch": {"$nin": sorted(self.known)}}})
+        if self.scorers:
+            needed.append({"scorer": {"$in": sorted(self.scorers)}})
+        if self.environments:
+            names = {"$in": sorted(self.environments)}
+            needed += [{"environment": names}, {"meta.server": names}]
+        return {"$nor": needed} if needed else {}
+
+
+NOTHING = Needs()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimit:
+    """The maximum number of open groups; with ``after_step``, valid while that is the last committed step.
+
+    A later step frees capacity for groups of the next policy only. ``engines_lag``: the limit will grow when
+    the engines have loaded the newest version; poll for it, because no event announces it.
+    """
+
+    groups: int
+    after_step: int | None = None
+    engines_lag: bool = False
+
+    @property
+    def query(self) -> Json:
+        """Return a filter that excludes the unclaimed admitted groups beyond this limit."""
+        allowed: Json = {"admission.rank": {"$not": {"$gt": self.groups}}}
+        if self.after_step is not None:
+            allowed["admission.after_step"] = {"$not": {"$gt": self.after_step}}
+        return allowed
+
+    def allows(self, admission: Json) -> bool:
+        """Return whether this limit allows to claim an unclaimed group with this ``Task.admission``."""
+        is_current = self.after_step is None or admission["after_step"] <= self.after_step
+        return is_current and bool(admission["rank"] <= self.groups)
+
+
+class AdmissionRacedError(Exception):
+    """Another sampler admitted groups at the same moment; nothing was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenGroups:
+    """The number of open groups of a split, and the unclaimed groups among them, in order."""
+
+    count: int
+    unclaimed: tuple[Json, ...]
+
+    @property
+    def claimed(self) -> int:
+        return self.count - len(self.unclaimed)
+
+    def needs_renumbering(self, limit: GroupLimit) -> bool:
+        """Return whether ``limit`` excludes an unclaimed group although it allows more claimed groups."""
+        excluded = any(not limit.allows(group["admission"]) for group in self.unclaimed)
+        return excluded and self.claimed < limit.groups
+
+
+class GroupAdmission(Repository):
+    """Counts open groups and admits new ones up to a limit: the next in order, or by a ``Selection``.
+
+    One transaction admits a batch: the next groups change from created to running with all slots open. Any
+    sampler then claims these slots by a plain update. So the sampler that claims a group may have a lower
+    limit than the one that admitted it: its engines lag, or it computed its limit before the last step.
+    Therefore an unclaimed group keeps its rank among the open groups (``Task.admission``), and a sampler
+    claims it only if the rank is within its own limit. Groups are trained in the order of their ranks, and
+    ranks only decrease, so the bound on staleness holds for every sampler. The first claim of a slot clears
+    the rank. If ranks are too high because earlier groups have been trained, the next admission renumbers the
+    unclaimed groups.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._selection = TaskSelection(connection)
+
+    async def count(self, split: str) -> int:
+        """Return how many groups are open: running, waiting, or finalized with untrained data.
+
+        Conversations, which no sampler runs, count when they are finalized.
+        """
+        admitted = [TaskStatus.RUNNING.value, TaskStatus.WAITING.value]
+        running = await self._collection(TASK).count_documents(
+            {"split": split, "status": {"$in": admitted}, "epoch": {"$ne": CONVERSATIONS}}
+        )
+        untrained = {
+            "split": split,
+            "status": {"$in": [DataStatus.READY.value, DataStatus.PLANNED.value]},
+            "trained_count": 0,
+        }
+        return running + len(await self._collection(DATA).distinct("task", untrained))
+
+    async def admit(
+        self, split: str, limit: GroupLimit, selection: Selection | None = None, without: Needs = NOTHING
+    ) -> bool:
+        """Admit the next groups up to ``limit``; return whether there may now be slots to claim.
+
+        Tasks that need something in ``without`` are left for later.
+
+        The transaction first writes the ``Admission`` document, so that of two concurrent admissions one
+        commits and the other raises AdmissionRacedError. No other sampler can admit groups while this one
+        counts them, so the limit is exact.
+        """
+        if limit.groups <= 0:
+            return False
+        open_now = await self._open_groups(split)
+        if not open_now.needs_renumbering(limit):
+            capacity = limit.groups - open_now.count
+            if selection is None or capacity <= 0:
+                left = bool(await self._next_groups(split, capacity, without))
+            else:
+                left = await self._selection.any_left(split, selection, without.excluded)
+            if not left:
+                return False
+        async with self._connection.client.start_session() as session:
+            try:
+                async with await session.start_transaction(**TRANSACTION):
+                    with use_session(session):
+                        if await self._admit(split, limit, selection, without):
+                            return True
+                    await session.abort_transaction()
+                    return False
+            except PyMongoError as error:
+                if error.has_error_label(_TRANSIENT) or isinstance(error, DuplicateKeyError):
+                    raise AdmissionRacedError from error
+                raise
+
+    async def _admit(
+        self, split: str, limit: GroupLimit, selection: Selection | None, without: Needs
+    ) -> bool:
+        await self._collection(GATE).update_one({"_id": ADMISSION}, {"$inc": {"opened": 1}})
+        applied = {"status": {"$in": values(APPLIED_STEPS)}}
+        last = await self._collection(STEP).find_one(applied, {"step": 1}, sort=[("step", DESCENDING)])
+        step = 0 if last is None else int(last["step"])
+        if limit.after_step not in (None, step):
+            return False
+        open_now = await self._open_groups(split)
+        capacity = limit.groups - open_now.count
+        if selection is None:
+            groups = await self._next_groups(split, capacity, without)
+        else:
+            groups = await self._selection.begin(split, selection, capacity, without.excluded)
+        ranked_before = open_now.count
+        if open_now.needs_renumbering(limit):
+            groups = [*(group["_id"] for group in open_now.unclaimed), *groups]
+            ranked_before = open_now.claimed
+        if not groups:
+            return False
+        index = {"$indexOfArray": [literal(groups), "$_id"]}
+        admission = {"rank": {"$add": [index, ranked_before + 1]}, "after_step": step}
+        fields = {"status": TaskStatus.RUNNING.value, "admission": admission, "updated_at": "$$NOW"}
+        await self._collection(TASK).update_many({"_id": {"$in": groups}}, [{"$set": fields}])
+        return True
+
+    async def _open_groups(self, split: str) -> _OpenGroups:
+        unclaimed = self._collection(TASK).find(
+            {"split": split, "admission.rank": {"$gt": 0}},
+            {"admission": 1, "epoch": 1, "order": 1, "begun.number": 1},
+            sort=[("admission.rank", ASCENDING)],
+        )  # fmt: skip
+        ordered = sorted(await unclaimed.to_list(), key=sort_key)
+        return _OpenGroups(await self.count(split), tuple(ordered))
+
+    async def _next_groups(self, split: str, capacity: int, without: Needs) -> Sequence[str]:
+        """Return the ids of the next groups: up to ``capacity`` groups or ``SLOTS_AT_ONCE`` slots."""
+        if capacity <= 0:
+            return []
+        created = self._collection(TASK).find(
+            {"split": split, "status": TaskStatus.CREATED.value, **without.excluded},
+            {"generations": {"$size": "$slots"}}, sort=BY_ORDER, limit=min(capacity, SLOTS_AT_ONCE),
+        )  # fmt: skip
+        groups: list[str] = []
+        total = 0
+        async for task in created:
+            if total >= SLOTS_AT_ONCE:
+                break
+            groups.append(task["_id"])
+            total += task["generations"]
+        return groups
+
 
 _PAUSES = [min(0.002 * 2**number, 0.2) for number in range(40)]
 """Upper bound of the random pause, in seconds, after each admission that another claimer won."""
@@ -249,3 +470,140 @@ async def count_unscored(connection: Connection, split: str) -> int:
     total = {"$group": {"_id": None, "count": {"$sum": {"$size": waits}}}}
     groups = await (await connection.collection(TASK).aggregate([{"$match": query}, total])).to_list()
     return int(groups[0]["count"]) if groups else 0
+
+
+RENEWAL_SECONDS = 8.0
+"""Time in which every living process renews its leases after an outage; it retries at least every 5 s."""
+
+
+class ExpiredLeases(Repository):
+    """The calls on slots whose owner has not renewed its lease.
+
+    The slot of a sampled Record is never sampled again: it waits for its score.
+    """
+
+    def __init__(self, connection: Connection, completed: CompletedGroups) -> None:
+        super().__init__(connection)
+        self._completed = completed
+
+    @database_call
+    async def reap(self, split: str, max_attempts: int = 3, *, grace_seconds: float = 0.0) -> int:
+        """End every attempt whose lease has expired; return how many.
+
+        The slot of a sampled Record waits for its score. Any other slot is open again, or failed at
+        ``max_attempts``. For ``grace_seconds`` after an outage of the database leases stay that expired
+        during it, because nobody could renew them.
+        """
+        query = {
+            "split": split, "status": TaskStatus.RUNNING.value, "epoch": {"$ne": CONVERSATIONS},
+            **slots.overdue(slots.EXPIRED),
+        }  # fmt: skip
+        tasks = await self._all(Task, TASK, query)
+        expired = await self._renewable(slots.EXPIRED, grace_seconds) if tasks else None
+        if expired is None:
+            return 0
+        reaped = 0
+        for task in tasks:
+            for slot in task.slots:
+                if slot.status is SlotStatus.RUNNING and slot.owner is not None:
+                    claim = Claim(task=task, traj_id=slot.traj_id, attempt=slot.attempt, owner=slot.owner)
+                    reaped += await self._reap_slot(claim, max_attempts, expired)
+        return reaped
+
+    async def take_over(
+        self, split: str, owner: str, lease_seconds: float, max_attempts: int, excluded: Json
+    ) -> list[Claim]:
+        """Claim a slot whose lease has expired, and fail the Record of the attempt before; empty if none.
+
+        Tasks that do not match the filter ``excluded`` are left. Within a lease after an outage of the
+        database, leases that expired during it stay.
+        """
+        tasks = self._collection(TASK)
+        running: Json = {
+            "split": split, "status": TaskStatus.RUNNING.value, "epoch": {"$ne": CONVERSATIONS}, **excluded,
+        }  # fmt: skip
+        expired = slots.expired(max_attempts)
+        if await tasks.find_one({**running, **slots.overdue(expired)}, {"_id": 1}) is None:
+            return []
+        renewable = await self._renewable(expired, lease_seconds)
+        if renewable is None:
+            return []
+        update = slots.claim_slots(renewable, [owner], lease_seconds)
+
+        async def write() -> list[Claim]:
+            document = await tasks.find_one_and_update(
+                {**running, **slots.overdue(renewable)}, update, sort=[(slots.LEASE_DEADLINE, ASCENDING)],
+                return_document=ReturnDocument.AFTER,
+            )  # fmt: skip
+            if document is None:
+                return []
+            (claim,) = slots.new_claims(document, [owner])
+            previous = document["last_claim"][0]["previous_owner"]
+            lost = Claim(task=claim.task, traj_id=claim.traj_id, attempt=claim.attempt - 1, owner=previous)
+            if await queue_sampled(self._connection, [lost]):
+                queued = {**QUEUED, "attempt": lost.attempt, "record_id": literal(lost.record_id)}
+                await tasks.update_one(slots.held(claim), slots.change_slot(claim, queued))
+                return []
+            message = f"the lease of {lost.owner} ran out; {claim.owner} took the slot over"
+            await end_records(self._connection, [lost], Failure(kind="lease", message=message))
+            return [claim]
+
+        return await self._connection.transaction(write)
+
+    async def _reap_slot(self, claim: Claim, max_attempts: int, expired: Json) -> int:
+        this = {"$and": [expired, {"$eq": ["$$slot.traj_id", claim.traj_id]}]}
+        query = {**slots.held(claim), **slots.any_slot(this)}
+        fields = {**FREE, "status": slots.failed_or_open(max_attempts)}
+        failure = Failure(kind="lease", message=f"the lease of {claim.owner} ran out")
+
+        async def write() -> Json | None:
+            is_sampled = await queue_sampled(self._connection, [claim])
+            update = slots.change_slot(claim, QUEUED if is_sampled else fields)
+            task = await self._collection(TASK).find_one_and_update(
+                query, update, {"status": 1}, return_document=ReturnDocument.AFTER
+            )
+            if task is None:
+                await abort()
+            elif not is_sampled:
+                await end_records(self._connection, [claim], failure)
+            return task
+
+        task = await self._connection.transaction(write)
+        if task is None:
+            return 0
+        self._completed.note(claim.task.split, claim.task.id, TaskStatus(task["status"]))
+        return 1
+
+    async def _renewable(self, condition: Json, grace_seconds: float) -> Json | None:
+        """Return ``condition`` over ``$$slot``, limited to leases that their owners could have renewed.
+
+        Within ``grace_seconds`` after an outage these are the leases that expired ``RENEWAL_SECONDS`` after
+        its end or later. None: no lease may be taken over now. This process has just seen an outage end, or
+        has just started: others may see one end now.
+        """
+        age = time.monotonic() - self._connection.opened_at
+        if self._connection.outage.seconds_since < grace_seconds or age < min(grace_seconds, RENEWAL_SECONDS):
+            return None
+        back = await self._back_at(grace_seconds)
+        if back is None:
+            return condition
+        renewable = literal(back + timedelta(seconds=RENEWAL_SECONDS))
+        return {"$and": [condition, {"$gt": ["$$slot.lease_expires_at", renewable]}]}
+
+    async def _back_at(self, seconds: float) -> datetime | None:
+        """Return when the database came back; None if that is more than ``seconds`` ago.
+
+        The server knows its own start; processes that have seen an outage have stored its end. Times are the
+        server's.
+        """
+        hello = await self._connection.client.admin.command("hello")
+        earliest = hello["localTime"].replace(tzinfo=UTC) - timedelta(seconds=seconds)
+        ended = await self._collection(OUTAGE).find_one(
+            {"dependency": str(DATABASE), "ended_at": {"$gte": earliest}}, {"ended_at": 1},
+            sort=[("ended_at", DESCENDING)],
+        )  # fmt: skip
+        times = [ended["ended_at"]] if ended else []
+        process = (hello.get("topologyVersion") or {}).get("processId")
+        if isinstance(process, ObjectId) and process.generation_time >= earliest:
+            times.append(process.generation_time)
+        return max(times, default=None)

@@ -20,13 +20,12 @@ from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, RunMissingError, StoreError
 from agentrl.store.ancestry import Ancestry
 from agentrl.store.attempts import Attempts
-from agentrl.store.claims import Claims
+from agentrl.store.claims import Claims, ExpiredLeases
 from agentrl.store.columns import Columns
 from agentrl.store.conversations import Conversations
 from agentrl.store.embedded.server import EmbeddedMongo, disk_problem
 from agentrl.store.epochs import Epochs
 from agentrl.store.evaluations import Evaluations
-from agentrl.store.expired_leases import ExpiredLeases
 from agentrl.store.gateways import Gateways
 from agentrl.store.groups import Groups
 from agentrl.store.images import Images

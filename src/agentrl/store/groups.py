@@ -18,7 +18,7 @@ from agentrl.documents.task import Begin, Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import GroupError, StoreError
 from agentrl.scoring.groups import FAILED, summarize
-from agentrl.store.admission import GroupAdmission
+from agentrl.store.claims import GroupAdmission
 from agentrl.store.columns import UNFILLED, open_columns, read_columns, tasks_with_unfilled
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call

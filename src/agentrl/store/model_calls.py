@@ -18,8 +18,8 @@ from agentrl.store.gateways import answering
 from agentrl.store.mechanics.blobs import Blobs, sealed
 from agentrl.store.mechanics.collection import abort, use_session
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
-from agentrl.store.mechanics.driver_errors import is_outage
 from agentrl.store.mechanics.lease import literal
+from agentrl.store.mechanics.retry import is_outage
 from agentrl.store.mechanics.slots import lease_lost, lost_claims
 from agentrl.store.mechanics.write_coalescer import WriteCoalescer
 from agentrl.store.names import GATEWAY_CALL, MODEL_CALL, RECORD

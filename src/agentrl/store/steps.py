@@ -4,21 +4,146 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
-from pymongo import ASCENDING, DESCENDING
+from pymongo import ASCENDING, DESCENDING, UpdateMany
 from pymongo.errors import DuplicateKeyError
 
+from agentrl.batches import batches
 from agentrl.documents.base import plain
-from agentrl.documents.status import APPLIED_STEPS, StepStatus, values
+from agentrl.documents.status import APPLIED_STEPS, DataStatus, StepStatus, values
 from agentrl.documents.training import PendingCommit, TrainStep
 from agentrl.errors import StoreError
-from agentrl.store.mechanics import step_chunks
 from agentrl.store.mechanics.blobs import seal
-from agentrl.store.mechanics.connection import Json, Repository, database_call
-from agentrl.store.mechanics.step_chunks import NotReadyError, StepChunk, chunks_of
-from agentrl.store.names import STEP
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.names import DATA, RECORD, STEP, TASK
 from agentrl.store.trainer_lease import fenced
+
+CHUNK = 100
+"""Documents of one transaction: 50 MB if each holds 65,536 tokens."""
+
+
+class StepChunk(NamedTuple):
+    """The ids of the data and of the Tasks that one transaction changes."""
+
+    data: Sequence[str]
+    tasks: Sequence[str]
+
+
+def chunks_of(data: Sequence[str], tasks: Sequence[str] = ()) -> list[StepChunk]:
+    """Return both sequences cut into chunks of ``CHUNK`` ids; at least one chunk, which may be empty."""
+    cut = zip_longest(batches(data, CHUNK), batches(tasks, CHUNK), fillvalue=())
+    return [StepChunk(*ids) for ids in cut] or [StepChunk((), ())]
+
+
+class NotReadyError(StoreError):
+    """Some data of a planned step are not ready."""
+
+
+async def mark_data(connection: Connection, number: int, ids: Sequence[str]) -> None:
+    """Change ready data to planned for step ``number``. Raises NotReadyError if some are not ready."""
+    planned = {"status": DataStatus.PLANNED.value, "planned_step": number}
+    allowed: Json = {"$or": [{"status": DataStatus.READY.value}, planned]}
+    result = await connection.collection(DATA).update_many(
+        {"_id": {"$in": list(ids)}, **allowed}, {"$set": planned}
+    )
+    if result.matched_count != len(ids):
+        raise NotReadyError(
+            f"step {number} names {len(ids)} documents, and only {result.matched_count} of them are ready",
+            hint="is a second trainer running on this run? stop it",
+        )
+
+
+async def train_data(connection: Connection, number: int, pending: PendingCommit, ids: Sequence[str]) -> None:
+    """Count step ``number`` in its data and their Records; data that were not trained become ready."""
+    untrained = set(pending.untrained)
+    trained = [key for key in ids if key not in untrained]
+    planned = {"status": DataStatus.PLANNED.value, "planned_step": number}
+    await connection.collection(DATA).update_many(
+        {"_id": {"$in": trained}, **planned}, _trained(number, pending)
+    )
+    if len(trained) < len(ids):
+        await connection.collection(DATA).update_many({"_id": {"$in": list(ids)}, **planned}, _REOPENED)
+    await connection.collection(RECORD).update_many(
+        {"_id": {"$in": trained}, "last_trained_step": {"$ne": number}},
+        {"$inc": {"trained_count": 1}, "$set": {"last_trained_step": number}},
+    )  # fmt: skip
+
+
+async def count_groups(connection: Connection, number: int, tasks: Sequence[str]) -> None:
+    """Mark the groups of ``tasks`` as counted by the metrics of step ``number``."""
+    if tasks:
+        await connection.collection(TASK).update_many(
+            {"_id": {"$in": list(tasks)}, "group.counted_at_step": None},
+            {"$set": {"group.counted_at_step": number}},
+        )  # fmt: skip
+
+
+async def uncount_some(connection: Connection, after: int) -> int:
+    """Clear the mark of one chunk of groups that a step above ``after`` counted; return how many."""
+    counted = {"group.counted_at_step": {"$gt": after}}
+    cursor = connection.collection(TASK).find(counted, {"_id": 1}, limit=CHUNK)
+    ids = [task["_id"] async for task in cursor]
+    if ids:
+        await connection.collection(TASK).update_many(
+            {"_id": {"$in": ids}}, {"$set": {"group.counted_at_step": None}}
+        )
+    return len(ids)
+
+
+async def restore_data(connection: Connection, after: int, ids: Sequence[str]) -> None:
+    """Restore data and their Records to their state after step ``after``."""
+    later = {"$or": [{"planned_step": {"$gt": after}}, {"trained_at_steps": {"$gt": after}}]}
+    chosen = {"_id": {"$in": list(ids)}}
+    await connection.collection(DATA).update_many({**chosen, **later}, _restored(after))
+    cursor = connection.collection(DATA).find(chosen, {"record": 1, "trained_at_steps": 1})
+    records: dict[tuple[int, ...], list[str]] = {}
+    async for data in cursor:
+        records.setdefault(tuple(data["trained_at_steps"]), []).append(data["record"])
+    updates = [
+        UpdateMany(
+            {"_id": {"$in": keys}},
+            {"$set": {"trained_count": len(at), "last_trained_step": max(at, default=None)}},
+        )
+        for at, keys in records.items()
+    ]
+    if updates:
+        await connection.collection(RECORD).bulk_write(updates)
+
+
+_REOPENED: Json = {"$set": {"status": DataStatus.READY.value, "planned_step": None}}
+
+
+def _trained(number: int, pending: PendingCommit) -> list[Json]:
+    done = {"$gte": ["$trained_count", pending.max_trained_count]}
+    return [
+        {
+            "$set": {
+                "trained_count": {"$add": ["$trained_count", 1]},
+                "trained_at_steps": {"$concatArrays": ["$trained_at_steps", [number]]},
+                "planned_step": None,
+                "not_before_step": number + pending.retrained_interval,
+            }
+        },
+        {"$set": {"status": {"$cond": [done, DataStatus.TRAINED.value, DataStatus.READY.value]}}},
+    ]
+
+
+def _restored(step: int) -> list[Json]:
+    kept = {"$filter": {"input": "$trained_at_steps", "cond": {"$lte": ["$$this", step]}}}
+    quarantined = DataStatus.QUARANTINED.value
+    status = {"$cond": [{"$eq": ["$status", quarantined]}, quarantined, DataStatus.READY.value]}
+    return [
+        {"$set": {"trained_at_steps": kept, "planned_step": None, "status": status}},
+        {
+            "$set": {
+                "trained_count": {"$size": "$trained_at_steps"},
+                "not_before_step": {"$min": ["$not_before_step", step + 1]},
+            }
+        },
+    ]
+
 
 _APPLIED = values(APPLIED_STEPS)
 _PLANS = values((StepStatus.PLANNING, StepStatus.PLANNED))
@@ -50,7 +175,7 @@ class Steps(Repository):
             return True
 
         async def mark(chunk: StepChunk) -> None:
-            await step_chunks.mark(self._connection, step.step, chunk.data)
+            await mark_data(self._connection, step.step, chunk.data)
 
         states = StepStatus.PLANNING, StepStatus.PLANNED
         try:
@@ -117,8 +242,8 @@ class Steps(Repository):
             return bool(now["status"] == StepStatus.COMMITTING)
 
         async def train(chunk: StepChunk) -> None:
-            await step_chunks.train(self._connection, step.step, pending, chunk.data)
-            await step_chunks.count_groups(self._connection, step.step, chunk.tasks)
+            await train_data(self._connection, step.step, pending, chunk.data)
+            await count_groups(self._connection, step.step, chunk.tasks)
 
         states = StepStatus.COMMITTING, StepStatus.COMMITTED
         await self._apply(step, states, train, attempt, begin=begin, tasks=pending.counted)
@@ -169,7 +294,7 @@ class Steps(Repository):
             return
         after = undone[-1][1] - 1
 
-        uncount = partial(step_chunks.uncount_some, self._connection, after)
+        uncount = partial(uncount_some, self._connection, after)
         while await fenced(self._connection, attempt, uncount):
             continue
         for step_id, _ in undone:
@@ -179,7 +304,7 @@ class Steps(Repository):
 
     async def _revert(self, step: TrainStep, after: int, attempt: int | None) -> None:
         async def restore(chunk: StepChunk) -> None:
-            await step_chunks.restore(self._connection, after, chunk.data)
+            await restore_data(self._connection, after, chunk.data)
 
         await self._apply(step, (StepStatus.REVERTING, StepStatus.REVERTED), restore, attempt)
 

@@ -23,8 +23,8 @@ from agentrl.errors import (
 from agentrl.inference.engine import EngineAnswerError
 from agentrl.losses.loss import TEACHER
 from agentrl.observe.redact import redact_and_cut
-from agentrl.rollout.breaker import Breaker, report_outages
 from agentrl.rollout.held_claims import bounded, owner_name
+from agentrl.rollout.outages import Breaker, report_outages
 from agentrl.store.mechanics.lease import renewed
 from agentrl.store.mechanics.retry import log_store_errors
 from agentrl.store.names import COLUMN

@@ -13,7 +13,7 @@ import httpx2
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
-from agentrl.llm.limits import retry_after
+from agentrl.llm.client import retry_after
 from agentrl.proxies import ProxiedTransport
 from agentrl.tools.base import (
     Reply,

@@ -29,9 +29,8 @@ from agentrl.errors import ToolServerConfigError, ToolServerError
 from agentrl.tools.base import Schema, ToolResult, Trajectory, schema_name
 from agentrl.tools.manager import TRAJECTORY_HEADER
 from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES, render_item
-from agentrl.tools.mcp.dedicated import mcp_server
-from agentrl.tools.mcp.server import McpServer
-from agentrl.tools.session import ToolNames, ToolSession
+from agentrl.tools.mcp.server import McpServer, mcp_server
+from agentrl.tools.pool import ToolNames, ToolSession
 from agentrl.tools.specs import McpSpec
 
 logger = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import pickle
+import random
 import shutil
 import struct
 from collections.abc import Collection, Iterator, Sequence
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from agentrl.atomic_folder import begin_folder, discard_folder, finish_folder
@@ -36,7 +38,6 @@ from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model.load import Policy
-from agentrl.train import random_states
 from agentrl.train.controller import Controller
 from agentrl.train.lease import ThreadFence
 from agentrl.train.optimizer import keep_hyperparameters, load_optimizer
@@ -48,6 +49,28 @@ from agentrl.weights.model_folder import (
     link_files,
     require_space,
 )
+
+
+def read_random_states() -> dict[str, Any]:
+    """Return the states of this process; ``torch.load`` reads them with ``weights_only``."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Set the states that ``read`` returned; those of GPUs only where there are as many."""
+    random.setstate(states["python"])
+    kind, keys, position, has_gauss, gauss = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +160,7 @@ def begin(
         (temporary / "model").mkdir()
         writes = controller.write_checkpoint(state.step, temporary, writes_model)
         scheduler = controller.trainer.scheduler.state_dict()
-        of_trainer = {"scheduler": scheduler, "random": random_states.read()}
+        of_trainer = {"scheduler": scheduler, "random": read_random_states()}
         on_error.pop_all()
     model: Future[None] = Future()
     if writes_model:
@@ -228,7 +251,7 @@ def restore(checkpoint: Checkpoint, trainer: PolicyTrainer) -> None:
             load_optimizer(checkpoint.folder / _OPTIMIZER, trainer.policy.model, trainer.optimizer)
             content = torch.load(path, map_location="cpu", weights_only=True)
             trainer.scheduler.load_state_dict(content["scheduler"])
-        random_states.restore(content["random"])
+        restore_random_states(content["random"])
     except _UNREADABLE as error:
         raise ModelError(
             f"{checkpoint.folder} cannot be restored: {error}",

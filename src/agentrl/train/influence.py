@@ -22,8 +22,7 @@ from agentrl.documents.images import Image
 from agentrl.documents.training import DBRecordData
 from agentrl.model.flops import Stopwatch
 from agentrl.model.forward import ForwardOptions
-from agentrl.train.step import PolicyTrainer, explain_out_of_memory, split_updates
-from agentrl.train.step_loss import StepLoss
+from agentrl.train.step import PolicyTrainer, StepLoss, explain_out_of_memory, split_updates
 
 Images = Mapping[str, Image]
 _NO_IMAGES: Images = MappingProxyType({})

@@ -21,15 +21,13 @@ from agentrl.observe.terminal import excerpt
 from agentrl.observe.trackers import Tracker
 from agentrl.spans import NO_SPAN, Attributes, Span, tracer
 from agentrl.store.mechanics.retry import retry_outages
-from agentrl.train.device_turns import DeviceTurns
 from agentrl.train.lease import TrainerLease
-from agentrl.train.progress import Progress
-from agentrl.train.saving import Saver
+from agentrl.train.publishing import DeviceTurns, Progress, Saver
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
     from agentrl.train.controller import Controller
-    from agentrl.train.step_loss import TokenValues
+    from agentrl.train.step import TokenValues
 
 logger = logging.getLogger(__name__)
 

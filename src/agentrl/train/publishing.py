@@ -1,4 +1,4 @@
-"""Publish a trainer's weights in the background, one version at a time."""
+"""A step's files: save checkpoints and publish weights in the background, one version at a time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,24 +15,144 @@ from typing import TYPE_CHECKING
 from agentrl.atomic_folder import begin_folder, discard_folder
 from agentrl.concurrency import wait_for_any
 from agentrl.config.schema import TrainConfig
+from agentrl.device_lease import DeviceLease
+from agentrl.documents.checkpoint import Checkpoint, CheckpointState
 from agentrl.documents.run import InferenceService, LiveWeights, PolicyVersion
-from agentrl.errors import PublishError
+from agentrl.documents.training import TrainStep
+from agentrl.errors import AgentRLError, PublishError
 from agentrl.spans import tracer
+from agentrl.train import checkpoint
 from agentrl.train.checkpoint import Unfinished
-from agentrl.train.device_turns import DeviceTurns
-from agentrl.train.folders import RunFolders
+from agentrl.train.controller import Controller
+from agentrl.train.folders import RunFolders, place_of
 from agentrl.train.lease import TrainerLease
-from agentrl.train.progress import Progress
+from agentrl.weights.folder import architecture
+from agentrl.weights.local_copy import is_in_place
 from agentrl.weights.model_folder import explain_write_errors, require_space
-from agentrl.weights.publish import LIVE_ENGINE_SECONDS, PublishTarget, publish, publish_live
+from agentrl.weights.publish import LIVE_ENGINE_SECONDS, PublishTarget, publish, publish_base, publish_live
 
 if TYPE_CHECKING:
     from agentrl.model.load import Policy
     from agentrl.store.client import Store
     from agentrl.train.controller import Controller
-    from agentrl.weights.sharded_writer import Written
+    from agentrl.weights.snapshot import Written
+
+
+@dataclass(kw_only=True)
+class DeviceTurns:
+    """Holds the device from a step's data until its weights are copied to the host; always, without a lease.
+
+    The trainer is built in its first turn.
+    """
+
+    lease: DeviceLease | None
+    controller: Controller
+    is_held: bool = True
+    seconds: float = 0.0
+    """Waiting until the engine gives way, and moving weights and moments, since ``take_seconds``."""
+
+    async def begin(self) -> None:
+        """Begin a turn if none has begun: weights and moments are on the device then."""
+        if self.lease is None or self.is_held:
+            return
+        began = time.perf_counter()
+        await self.lease.acquire(urgent=True)
+        await asyncio.to_thread(self.controller.to_device)
+        self.is_held = True
+        self.seconds += time.perf_counter() - began
+
+    async def end(self) -> None:
+        """Move weights and moments to the host, and give the device to the engine."""
+        if self.lease is None or not self.is_held:
+            return
+        began = time.perf_counter()
+        await asyncio.to_thread(self.controller.to_host)
+        self.is_held = False
+        self.lease.release()
+        self.seconds += time.perf_counter() - began
+
+    def take_seconds(self) -> float:
+        """Return ``seconds``, and count from 0 again."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far training has come; the loop updates it."""
+
+    attempt: int
+    """The attempt of the trainer's lease."""
+    step: int = 0
+    """Number of committed optimizer steps in the weights."""
+    version: int = 0
+    """The newest published policy version."""
+    published_step: int = 0
+    """The step of that version's weights."""
+    is_overdue: bool = False
+    """The last publication failed."""
+    train_steps: list[str] = field(default_factory=list)
+    """``_id`` of each committed TrainStep in the weights."""
+    replay: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """{step: (data id, …)} that reverted steps had planned; repeated, they train the same data."""
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the current weights are published."""
+        return self.step == self.published_step
+
+
+async def roll_back(
+    store: Store,
+    base: Path,
+    checkpoint: Checkpoint | None,
+    steps: Sequence[TrainStep],
+    *,
+    attempt: int,
+    replays: bool = True,
+) -> Progress:
+    """Revert the steps after the checkpoint: first withdraw their versions, then re-open their data.
+
+    In this order, no published version ever belongs to a reverted step. Publishes the base model as version 0
+    of a new run. ``steps`` are all TrainSteps of the run, read before; with ``replays``, reverted steps are
+    planned again with the same data.
+    """
+    step = checkpoint.state.step if checkpoint else 0
+    contained = list(checkpoint.state.train_steps) if checkpoint else []
+    await publish_base(store, base, attempt)
+    withdrawn = await store.policy_versions.withdraw_after(step, attempt=attempt)
+    if withdrawn:
+        logger.info(
+            "%d policy versions after step %d, or lost with a trainer, are withdrawn", withdrawn, step
+        )
+    reverted = await store.steps.revert_after(step, attempt=attempt)
+    if reverted:
+        logger.info("%d steps after step %d are reverted; their data are ready again", reverted, step)
+    newest = await store.policy_versions.latest()
+    version, version_step = (newest.id, newest.step) if newest is not None else (0, 0)
+    return Progress(
+        attempt=attempt,
+        step=step,
+        version=version,
+        published_step=version_step,
+        train_steps=contained,
+        replay=replay_after(steps, step) if replays else {},
+    )
+
+
+def replay_after(steps: Sequence[TrainStep], step: int) -> dict[int, tuple[str, ...]]:
+    """Return {step: (data id, …)}, the newest plan of each step above ``step``.
+
+    If a trainer dies while it replays, its predecessor's plans stand for the steps that it did not reach; the
+    next trainer replays all of them.
+    """
+    plans = sorted((item for item in steps if item.step > step), key=lambda item: item.planned_at)
+    return {item.step: item.data for item in plans}
+
+
 LEAST_SHARE = 0.9
 """Least share of the change by training in published weights; below it, sampler and trainer differ."""
 WRITE_SECONDS = 3600.0
@@ -359,3 +480,173 @@ async def wait_for_write(task: asyncio.Task[PublishError | None], what: str) -> 
     raise PublishError(
         f"{what} is not written after {WRITE_SECONDS:g} s", hint="check the disk of --output_dir"
     )
+
+
+@dataclass(kw_only=True)
+class Saver:
+    """Saves one trainer's checkpoints in the background, one at a time, beside publishing its weights."""
+
+    config: TrainConfig
+    controller: Controller
+    progress: Progress
+    lease: TrainerLease
+    folders: RunFolders
+    publisher: Publisher
+    saved: Path | None = None
+    """The newest complete checkpoint."""
+    saved_step: int = 0
+    _saving: asyncio.Task[PublishError | None] | None = None
+    _saving_step: int = 0
+
+    async def after_step(self) -> None:
+        """Begin to save and to publish the step, if due; saved steps survive a restart.
+
+        A step that is due while an earlier one is being published is published later, or a newer one is. A
+        full disk is logged and retried after the next step, within the staleness bound. Beyond it, training
+        pauses. Raises PublishError if publishing still fails after ``publish_wait_seconds``.
+        """
+        saves = self.progress.step % self.config.save_steps == 0
+        if saves:
+            self._log_unsaved(await self._end_saving())
+        began = time.perf_counter()
+        await self.publisher.begin(links=saves and self._links)
+        waited = time.perf_counter() - began
+        if saves:
+            self._log_unsaved(await self._begin_saving(*self.folders.roots))
+        await self.publisher.turns.end()  # what is written now lies in the host's memory
+        began = time.perf_counter()
+        await self.publisher.wait_for_bound()
+        self.publisher.metrics["seconds_publish"] = waited + time.perf_counter() - began
+
+    async def finish(self) -> None:
+        """Save and publish the last step if needed. PublishError says what failed and what is saved."""
+        self._log_unsaved(await self._end_saving())
+        await self.publisher.end()
+        self.publisher.failure = None
+        await self.publisher.begin(links=self._links, is_last=True)
+        unsaved = await self._save()
+        await self.publisher.end()
+        errors = [error for error in (unsaved, self.publisher.failure) if error is not None]
+        if errors:
+            raise self.stopped(*errors)
+
+    async def keep(self, error: PublishError) -> PublishError:
+        """Save a checkpoint before training ends with ``error``; return an error that says what is saved."""
+        try:
+            self._log_unsaved(await self._end_saving())
+            other = await self._save()
+        except PublishError as hangs:
+            other = hangs
+        return self.stopped(error) if other is None else self.stopped(error, other)
+
+    async def close(self) -> None:
+        """Wait for what is in flight when training ends with an error, and log what it fails with."""
+        publication = self.publisher.flight.task if self.publisher.flight is not None else None
+        for task in filter(None, (publication, self._saving)):
+            try:
+                await wait_for_write(task, "what is in flight")
+            except AgentRLError as error:
+                logger.error("%s", error.message)
+
+    def stopped(self, *errors: PublishError) -> PublishError:
+        """Return the error that ends training: what could not be written, and what is saved."""
+        progress = self.progress
+        kept = "no checkpoint" if self.saved is None else f"{self.saved} (step {self.saved_step})"
+        hints = dict.fromkeys(error.hint for error in errors if error.hint)
+        return PublishError(
+            f"training stops at step {progress.step}: {'; '.join(error.message for error in errors)}."
+            f" Saved: {kept}, version {progress.version} of step {progress.published_step}",
+            hint="; ".join(hints) + "; then start the trainer again: it resumes",
+        )
+
+    def _log_unsaved(self, error: PublishError | None) -> None:
+        if error is not None:
+            logger.error("step %d has no checkpoint: %s", self._saving_step, error)
+
+    async def _save(self) -> PublishError | None:
+        """Save the last step and wait for it, in the fallback folder if ``output`` cannot be written."""
+        error = await self._begin_saving(*self.folders.roots) or await self._end_saving()
+        if error is None or self.folders.fallback is None:
+            return error
+        return await self._begin_saving(self.folders.fallback) or await self._end_saving()
+
+    @property
+    def _links(self) -> bool:
+        """Whether a checkpoint of the step is due to link the weights of its version."""
+        return self.controller.policy.adapter is None and self.progress.step != self.saved_step
+
+    async def _begin_saving(self, *roots: Path) -> PublishError | None:
+        """Begin to save the last step in the first of ``roots`` that has space; return why that fails."""
+        step, flight, unfinished = self.progress.step, self.publisher.flight, None
+        if step == self.saved_step:
+            return None
+        self._saving_step = step
+        links = flight is not None and not flight.checkpoint.done()
+        try:
+            with tracer().span("save"):
+                unfinished = await self._copy_checkpoint(roots, links)
+        except PublishError as error:
+            return error
+        finally:
+            if flight is not None and links:
+                flight.checkpoint.set_result(unfinished)
+        self._saving = asyncio.create_task(self._finish_saving(unfinished, step))
+        return None
+
+    async def _copy_checkpoint(self, roots: Sequence[Path], links: bool) -> Unfinished:
+        progress, policy = self.progress, self.controller.policy
+        state = CheckpointState(
+            run_name=self.folders.owner.run,
+            step=progress.step,
+            policy_version=progress.version,
+            train_steps=tuple(progress.train_steps),
+            architecture=architecture(policy.base),
+            attempt=progress.attempt,
+        )
+        version = self.publisher.published
+        linked = None
+        if version is not None and version.step == state.step and version.is_full and policy.adapter is None:
+            linked = Path(version.location) if is_in_place(version) else None
+
+        def begin() -> Unfinished:
+            self.folders.confirm(roots[0])
+            unfinished = checkpoint.begin(
+                roots[0], state, self.controller,
+                writes_model=not links and linked is None,
+            )  # fmt: skip
+            if linked is not None:
+                unfinished.link_model(linked)
+            return unfinished
+
+        await self.publisher.turns.begin()
+        try:
+            return await asyncio.to_thread(begin)
+        except PublishError as error:
+            await self.lease.check()
+            if not roots[1:]:
+                raise
+            logger.error("step %d is saved in --fallback_output_dir: %s", state.step, error)
+        return await self._copy_checkpoint(roots[1:], links)
+
+    async def _finish_saving(self, unfinished: Unfinished, step: int) -> PublishError | None:
+        """Wait until a checkpoint is written; return why it failed, if it did."""
+        try:
+            self.saved = await asyncio.to_thread(
+                unfinished.finish, limit=self.config.save_total_limit, fence=self.lease.fence()
+            )
+            await self.lease.record_saved(place_of(self.saved), unfinished.state)
+        except PublishError as error:
+            return error
+        self.saved_step = step
+        logger.info("saved %s", self.saved)
+        return None
+
+    async def _end_saving(self) -> PublishError | None:
+        """Wait for the checkpoint in flight, if any; return why it failed, if it did."""
+        if self._saving is None:
+            return None
+        error = await wait_for_write(self._saving, f"the checkpoint of step {self._saving_step}")
+        self._saving = None
+        if error is not None:
+            await self.lease.check()
+        return error

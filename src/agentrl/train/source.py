@@ -15,7 +15,7 @@ from agentrl.data.step_source import StepSource
 from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.store.client import Store
 from agentrl.train.controller import Controller
-from agentrl.train.progress import Progress
+from agentrl.train.publishing import Progress
 
 
 async def open_source(

@@ -44,22 +44,19 @@ from agentrl.model.precision import Precision
 from agentrl.observe.begin_run import begin_files, begin_model, begin_run
 from agentrl.observe.progress import StepView
 from agentrl.observe.tracing import tracing
-from agentrl.observe.tracker_threads import open_trackers
+from agentrl.observe.trackers import open_trackers
 from agentrl.store.admin.retract import Retractions
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train import checkpoint
 from agentrl.train.build import build_trainer, step_precision
 from agentrl.train.controller import Controller, follow, lead
-from agentrl.train.device_turns import DeviceTurns
 from agentrl.train.disk_space import check_output, retention
 from agentrl.train.folders import RunFolders, run_folders
 from agentrl.train.lease import TrainerLease, hold_lease
 from agentrl.train.loop import Trainer
 from agentrl.train.optimizer import schedule_length
-from agentrl.train.progress import Progress, roll_back
-from agentrl.train.publishing import Publisher
-from agentrl.train.saving import Saver
+from agentrl.train.publishing import DeviceTurns, Progress, Publisher, Saver, roll_back
 from agentrl.train.source import max_staleness, open_source
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import base_folder

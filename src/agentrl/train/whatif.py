@@ -9,21 +9,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from agentrl.config.flags import require
 from agentrl.config.load import Configs
 from agentrl.config.schema import GroupConfig, ModelConfig, RunConfig, TrainConfig
 from agentrl.config.whatif import WhatIfConfig, changes, child_configs, parent_configs
+from agentrl.data.planner import build_micro_batches
 from agentrl.data.recorded import ORDER_SEED, require_data
 from agentrl.data.regroup import SCORER
+from agentrl.data.step_source import StepData
 from agentrl.distributed.world import is_first_rank
 from agentrl.documents.checkpoint import Checkpoint, readable_checkpoints
 from agentrl.documents.family import PARENT, Relative
+from agentrl.documents.model_call import unpack_floats, unpack_halves
 from agentrl.documents.run import RunSettings
 from agentrl.documents.task import scorer_weights
-from agentrl.documents.training import TrainStep
+from agentrl.documents.training import TokenStatistics, TrainStep
 from agentrl.errors import ConfigError, TrainingError
+from agentrl.losses.compute import Denominators
 from agentrl.losses.settings import LossSettings, check_loss
 from agentrl.permissions import allow
 from agentrl.scoring.advantages import ESTIMATORS
@@ -33,7 +39,49 @@ from agentrl.store.client import Store, open_existing, open_store, run_exists
 from agentrl.store.names import RECORD
 from agentrl.train import checkpoint
 from agentrl.train.start import LeadIn, run_trainer
+from agentrl.train.step import StepLoss
 from agentrl.weights.folder import base_folder
+
+Floats = NDArray[np.float32]
+
+
+def token_weights(
+    batch: StepData, stored: Mapping[str, TokenStatistics], settings: LossSettings, vocab_size: int
+) -> dict[str, Floats]:
+    """Return {record: −∂loss/∂log πθ} of the tokens that a step trained, float32[T] in the order of spans.
+
+    Above 0, the update makes the token more likely. ``stored`` are the step's statistics by record;
+    trajectories without some are left out. The KL to a reference and the entropy bonus are not counted.
+    Empty for a loss that compares trajectories, whose tokens have no weight of their own.
+    """
+    if settings.loss.compares:
+        return {}
+    settings = replace(settings, kl_coef=0.0, kl_estimator="weighted_k3", entropy_coef=0.0)
+    data = [
+        item
+        for item in batch.data
+        if item.id in stored and len(stored[item.id].log_ratios) == 2 * item.trainable_tokens
+    ]
+    if not data:
+        return {}
+    whole = Denominators(sum(item.trainable_tokens for item in batch.data), float(len(batch.data)))
+    loss = StepLoss(settings, whole, sum(item.tokens for item in batch.data))
+    logprobs = [
+        unpack_floats(item.behavior_logprobs) + unpack_halves(stored[item.id].log_ratios) for item in data
+    ]
+    weights = {item.id: np.zeros(item.trainable_tokens, np.float32) for item in data}
+    forests = build_micro_batches(
+        data, sum(item.tokens for item in data), vocab_size=vocab_size, merging="trajectory", ages=batch.ages
+    )
+    for forest in forests:
+        places = list(zip(forest.trajectory[forest.row].tolist(), forest.label.tolist(), strict=True))
+        values = torch.tensor([logprobs[number][label] for number, label in places], requires_grad=True)
+        loss.add(forest, values, torch.zeros(len(places))).backward()  # type: ignore[no-untyped-call]
+        assert values.grad is not None
+        for (number, label), gradient in zip(places, values.grad.tolist(), strict=True):
+            weights[data[number].id][label] = -gradient
+    return weights
+
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from agentrl.weights.model_folder import (
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
-    from agentrl.weights.sharded_writer import Written
+    from agentrl.weights.snapshot import Written
 
 logger = logging.getLogger(__name__)
 

@@ -1,17 +1,28 @@
-"""Copy the weights that a rank writes to host memory, so that training goes on while they are written.
+"""Copy the weights that a rank writes to host memory; write them as safetensors while training goes on.
+
+transformers 5 writes ``rope_parameters`` instead of ``rope_theta``, ``rope_scaling`` and
+``partial_rotary_factor``, ``dtype`` instead of ``torch_dtype``, and ``num_local_experts`` instead of
+``num_experts``. A reader of the older spelling finds none of these and takes defaults without a word, such as
+a rotary base of 10,000 instead of 1,000,000.
 
 Every rank owns whole layers, because transformers splits and joins tensors within a layer. All ranks that
 hold a layer gather it; its owner alone converts it to the names in the files and copies it.
 ``huggingface_hub.save_torch_state_dict`` would need the whole state dict on one rank.
+
+``safetensors.torch.save_file`` would leave the files to be read again for their checksums.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import logging
+import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +33,71 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from agentrl.weights.published_config import write_config
+from agentrl.documents.run import FileChecksum
+from agentrl.weights.folder import read_config
+from agentrl.weights.tensor_checksums import TensorChecksum, file_header, raw, weights_digest
+
+_OWN = frozenset(("architectures", "dtype", "torch_dtype", "quantization_config"))
+"""Fields that describe what is written, not the base: the class, its dtype, and that nothing is quantized."""
+_MOVED = ("rope_theta", "partial_rotary_factor")
+"""Fields that transformers 5 moved into ``rope_parameters`` under the same name."""
+_OLDER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
+
+
+def write_config(folder: Path, base: Path | None, dtype: str | None, config: Any = None) -> None:
+    """Complete the config.json in ``folder``, which transformers wrote, in both spellings.
+
+    Fields of the config.json in ``base`` keep their spelling and their values. ``dtype``, if given, is
+    written into each part of the model that names one. ``config`` is what transformers wrote, as an object:
+    it knows the other names of its fields. Raises ModelError if a file cannot be read.
+    """
+    content = read_config(folder)
+    if base is not None:
+        content = _joined(read_config(base), content)
+    for key, part in [
+        ("", content),
+        *((key, part) for key, part in content.items() if isinstance(part, dict)),
+    ]:
+        if not key or part.keys() & {"dtype", "torch_dtype"}:
+            named = dtype or part.get("dtype")
+            part.update({} if named is None else {"dtype": named, "torch_dtype": named})
+        owner = getattr(config, key, None) if key else config
+        for other, name in getattr(owner, "attribute_map", {}).items():
+            if name in part:
+                part.setdefault(other, part[name])
+        _spell_rope(part)
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def _joined(base: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``base``, and beside them those that ``written`` alone has."""
+    joined = {**written, **{key: value for key, value in base.items() if key not in _OWN}}
+    for key, value in written.items():
+        if key.endswith("_config") and isinstance(value, dict) and isinstance(base.get(key), dict):
+            joined[key] = _joined(base[key], value)
+    return joined
+
+
+def _spell_rope(part: dict[str, Any]) -> None:
+    """Write beside ``rope_parameters`` of a part what it says in the older spelling."""
+    found = part.get("rope_parameters")
+    if not isinstance(found, dict):
+        return
+    # By kind of layer in some models. The older spelling has one, of layers with full attention.
+    whole, sliding = found.get("full_attention", found), found.get("sliding_attention")
+    if not isinstance(whole, dict) or any(isinstance(value, dict) for value in whole.values()):
+        return
+    kind = str(part.get("model_type"))
+    for name in _MOVED:
+        older = _OLDER_NAMES.get(kind, {}).get(name, name)
+        if name in whole and part.get(older) != whole[name]:
+            part[older] = whole[name]
+    if kind.startswith("gemma3") and isinstance(sliding, dict) and "rope_theta" in sliding:
+        part["rope_local_base_freq"] = sliding["rope_theta"]
+    scaling = {name: value for name, value in whole.items() if name not in _MOVED}
+    part.setdefault("rope_scaling", None if scaling in ({}, {"rope_type": "default"}) else scaling)
+
 
 logger = logging.getLogger(__name__)
 
@@ -297,3 +372,81 @@ def _copy(value: Tensor, dtype: torch.dtype, used: Tensor | None) -> Tensor:
     if used is None or (used.shape, used.dtype) != (value.shape, dtype):
         used = torch.empty(value.shape, dtype=dtype, pin_memory=value.is_cuda)
     return used.copy_(value, non_blocking=True)
+
+
+INDEX = f"{WHOLE}.index.json"
+_PARALLEL_FILES = 4
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written of a set of weights: a rank's share, or all of it."""
+
+    files: tuple[FileChecksum, ...] = ()
+    tensors: Mapping[str, TensorChecksum] = field(default_factory=dict)
+    """By name; of the whole weights also where the files hold only what differs from a base."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """{tensor: file} of the tensors in the files."""
+
+    @property
+    def digest(self) -> str:
+        """The same for the same weights, however they are encoded and distributed over files."""
+        return weights_digest(self.tensors)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the files."""
+        return sum(file.bytes for file in self.files)
+
+
+def join(shares: Iterable[Written]) -> Written:
+    """Return what all ranks together have written."""
+    shares = list(shares)
+    return Written(
+        tuple(sorted((file for share in shares for file in share.files), key=lambda file: file.name)),
+        {name: checksum for share in shares for name, checksum in share.tensors.items()},
+        {name: place for share in shares for name, place in share.places.items()},
+    )
+
+
+def write_share(folder: Path, snapshot: Snapshot) -> Written:
+    """Write a rank's files into ``folder``, which exists, and flush them to disk. Raises OSError."""
+    with ThreadPoolExecutor(_PARALLEL_FILES) as writers, ThreadPoolExecutor(_PARALLEL_FILES) as hashers:
+        return join(
+            writers.map(lambda item: _write_file(folder / item[0], item[1], hashers), snapshot.files.items())
+        )
+
+
+def write_beside(folder: Path, written: Written, configuration: Mapping[str, bytes]) -> None:
+    """Write what rank 0 adds to the files of all ranks: the index of several files, and the configuration."""
+    for name, content in configuration.items():
+        (folder / name).write_bytes(content)
+    if len(set(written.places.values())) > 1:
+        index = {"metadata": {"total_size": written.bytes}, "weight_map": dict(written.places)}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_alone(source: WeightSource, folder: Path) -> Written:
+    """Write the weights of a single process into ``folder``, with their configuration. Raises OSError."""
+    written = write_share(folder, Snapshots.of(source).take())
+    write_beside(folder, written, source.configuration())
+    return written
+
+
+def _write_file(path: Path, tensors: Mapping[str, Tensor], hashers: ThreadPoolExecutor) -> Written:
+    """Write one file; another thread computes the tensors' own checksums meanwhile."""
+    names, start = file_header(tensors)
+    whole = hashlib.sha256(start)
+    checksums = {name: hashers.submit(TensorChecksum.of, tensors[name]) for name in names}
+    with path.open("xb") as file:
+        file.write(start)
+        for name in names:
+            data = raw(tensors[name]).data
+            whole.update(data)
+            file.write(data)
+        size = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+    written = FileChecksum(name=path.name, bytes=size, sha256=whole.hexdigest())
+    found = {name: checksum.result() for name, checksum in checksums.items()}
+    return Written((written,), found, dict.fromkeys(names, path.name))

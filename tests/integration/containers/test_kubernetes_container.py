@@ -15,8 +15,7 @@ from rootfs_here import make_rootfs, rootfs_problem
 
 from agentrl.containers import kubernetes
 from agentrl.containers.base import ContainerSpec
-from agentrl.containers.kubernetes import KubernetesContainer
-from agentrl.containers.kubernetes_job import job_of
+from agentrl.containers.kubernetes import KubernetesContainer, job_of
 from agentrl.errors import ConfigError, DependencyKind, ToolServerError
 from agentrl.processes import owned_name
 

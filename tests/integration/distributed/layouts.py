@@ -52,11 +52,10 @@ from agentrl.model.load import Policy
 from agentrl.model.lora import Adapter, add_adapter
 from agentrl.model.precision import Precision
 from agentrl.model.routing import RouterReplay, find_routers
-from agentrl.train.background import Lane, RankWriter
 from agentrl.train.build import checkpointing_mode, compile_layers, enable_checkpointing
+from agentrl.train.controller import Lane, RankWriter
 from agentrl.train.optimizer import build_optimizer, load_optimizer
-from agentrl.train.step import FrozenLogprobs, PolicyTrainer
-from agentrl.train.step_loss import TokenValues
+from agentrl.train.step import FrozenLogprobs, PolicyTrainer, TokenValues
 from agentrl.weights.snapshot import gather
 
 BASE = tempfile.TemporaryDirectory()

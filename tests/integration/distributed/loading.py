@@ -34,7 +34,7 @@ from agentrl.model.forward import ForwardOptions, check_model
 from agentrl.model.load import Policy, empty_model, load_model, placeholders
 from agentrl.model.lora import add_adapter
 from agentrl.train.build import build_reference
-from agentrl.train.published_share import PublishedShare
+from agentrl.train.controller import PublishedShare
 from agentrl.train.step import PolicyTrainer
 
 CPU = torch.device("cpu")

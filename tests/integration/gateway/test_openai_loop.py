@@ -26,7 +26,7 @@ from agentrl.documents.task import Slot, Task
 from agentrl.documents.training import DBRecordData
 from agentrl.gateway.answerer import Answerer
 from agentrl.gateway.host import GatewayHost
-from agentrl.inference.router import EngineRouter
+from agentrl.inference.session import EngineRouter
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import load_policy
 from agentrl.rollout.finalizer import GroupFinalizer

@@ -9,8 +9,8 @@ import pytest
 from docker_here import docker_problem
 from harness_run import PYTHON, write_harness
 
+from agentrl.harness.agent import score_files
 from agentrl.harness.prepare import prepare
-from agentrl.harness.result import score_files
 from agentrl.harness.session import ContainerSession, HarnessSession
 from agentrl.tools.sandbox.local import namespace_problem
 

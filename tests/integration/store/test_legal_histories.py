@@ -18,9 +18,9 @@ from legal_history import History
 from agentrl.cli import db
 from agentrl.cli.db import check_options
 from agentrl.config.schema import GroupConfig
+from agentrl.store import steps
 from agentrl.store.admin.check.checks import Checks
 from agentrl.store.client import Store
-from agentrl.store.mechanics import step_chunks
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -61,7 +61,7 @@ async def test_every_legal_history_is_clean(
     store: Store, seed: int, rules: GroupConfig, operations: int
 ) -> None:
     await empty(store)
-    with TemporaryDirectory() as weights, mock.patch.object(step_chunks, "CHUNK", 1):
+    with TemporaryDirectory() as weights, mock.patch.object(steps, "CHUNK", 1):
         # Not a Random of Hypothesis: what a history may do next depends on MongoDB's clock too,
         # and Hypothesis refuses draws that differ between two runs of one example.
         history = History(store, Path(weights), random.Random(seed), rules)

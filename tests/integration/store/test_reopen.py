@@ -15,8 +15,7 @@ from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, TaskS
 from agentrl.documents.task import Task, task_key
 from agentrl.documents.training import TrainStep
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store.admin.regroup import Blocker
-from agentrl.store.admin.reopen import Reopening
+from agentrl.store.admin.regroup import Blocker, Reopening
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

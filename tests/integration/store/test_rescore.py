@@ -20,8 +20,7 @@ from agentrl.errors import ConfigError, StoreError
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.scoring.groups import ScoredGroup
 from agentrl.scoring.scorers import ScorerContext
-from agentrl.store.admin.regroup import Blocker
-from agentrl.store.admin.rescore import NewScore, Rescored, Rescoring
+from agentrl.store.admin.regroup import Blocker, NewScore, Rescored, Rescoring
 from agentrl.store.client import Store
 from agentrl.store.mechanics import blobs
 

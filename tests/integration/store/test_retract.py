@@ -13,22 +13,21 @@ import small_run as run
 from db_command import agentrl_db, violations
 
 from agentrl import atomic_folder
-from agentrl.cli import retract
+from agentrl.cli import retract as retract_command
 from agentrl.config.schema import GroupConfig, RunConfig
-from agentrl.data.retract import delete_withdrawn
 from agentrl.documents.family import PARENT, Kinship, Relative
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, LeaseHeldError, LeaseLostError, StoreError
-from agentrl.observe.log_lines import remove_lines
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store.admin import withdraw
+from agentrl.store.admin import retract
 from agentrl.store.admin.dataset import FILE
 from agentrl.store.admin.regroup import decide_anew
 from agentrl.store.admin.retract import Retractions
 from agentrl.store.client import Store, open_store
 from agentrl.train import retract as of_trainer
 from agentrl.train.lease import hold_lease
+from agentrl.train.retract import delete_withdrawn, remove_lines
 from agentrl.weights import storage
 
 pytestmark = pytest.mark.integration
@@ -40,8 +39,8 @@ TRAINED = f"{run.TRAINED}/1/1"
 async def agentrl_retract(config: RunConfig, *words: str) -> int:
     """Run ``agentrl retract`` inside a running event loop."""
     where = (config.run_name, "--db_connection_string", str(config.db_connection_string), "--yes")
-    arguments = retract.parser().parse_args([*where, *words])
-    return await retract.retract(arguments)
+    arguments = retract_command.parser().parse_args([*where, *words])
+    return await retract_command.retract(arguments)
 
 
 async def mentions(store: Store, text: str) -> dict[str, int]:
@@ -143,7 +142,7 @@ async def test_rebuild_goes_back_and_decides_trained_groups_again(
             changed.add(key)
         return outcome
 
-    monkeypatch.setattr(withdraw, "decide_anew", decide_late)
+    monkeypatch.setattr(retract, "decide_anew", decide_late)
     assert await agentrl_retract(run_config, "--output_dir", str(tmp_path)) == 0
     assert changed == {run.TRAINED}
     assert "the run is back at step 0" in capsys.readouterr().out

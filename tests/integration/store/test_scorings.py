@@ -13,7 +13,7 @@ from agentrl.errors import LeaseLostError
 from agentrl.store import records
 from agentrl.store.admin.check.checks import Checks
 from agentrl.store.admin.check.reading import CheckOptions
-from agentrl.store.admission import Needs
+from agentrl.store.claims import Needs
 from agentrl.store.client import Store
 from agentrl.store.mechanics.slots import lost_claims
 

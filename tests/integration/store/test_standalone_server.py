@@ -13,7 +13,7 @@ from agentrl.cli.doctor.services import database_checks
 from agentrl.config.schema import RunConfig
 from agentrl.inference.engines.process import free_port
 from agentrl.processes import stop_child
-from agentrl.store.embedded.mongod import choose_mongod
+from agentrl.store.embedded.server import choose_mongod
 
 pytestmark = pytest.mark.integration
 

@@ -25,9 +25,9 @@ from agentrl.documents.task import task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.store import steps
 from agentrl.store.admin.check.checks import Checks
 from agentrl.store.client import Store, open_store
-from agentrl.store.mechanics import step_chunks
 from agentrl.store.mechanics.connection import Connection
 from agentrl.store.training_data import StaleVersions
 
@@ -100,7 +100,7 @@ class KillAfter:
 
 @pytest.fixture
 def kill(monkeypatch: pytest.MonkeyPatch) -> KillAfter:
-    monkeypatch.setattr(step_chunks, "CHUNK", 3)
+    monkeypatch.setattr(steps, "CHUNK", 3)
     return KillAfter(monkeypatch)
 
 
@@ -274,5 +274,5 @@ async def test_no_transaction_grows_with_the_step(run_config: RunConfig) -> None
         assert await store.steps.revert_after(0, attempt=attempt) == 1
         assert (await statuses(store))[DataStatus.READY] == MANY
         assert await store.database["Record"].count_documents({"trained_count": 0}) == MANY
-        assert UPDATED.largest == step_chunks.CHUNK
+        assert UPDATED.largest == steps.CHUNK
         await store.database.client.drop_database(run_config.run_name)

@@ -25,8 +25,7 @@ from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError
 from agentrl.store.admin.check.checks import Checks
-from agentrl.store.admin.check.reading import CheckOptions
-from agentrl.store.admin.check.report import Invariant, Report
+from agentrl.store.admin.check.reading import CheckOptions, Invariant, Report
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

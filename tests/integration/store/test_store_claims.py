@@ -21,8 +21,8 @@ from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError
-from agentrl.store import expired_leases
-from agentrl.store.admission import GroupAdmission, GroupLimit
+from agentrl.store import claims
+from agentrl.store.claims import GroupAdmission, GroupLimit
 from agentrl.store.client import Store, open_store
 from agentrl.store.groups import GroupOutcome
 
@@ -344,7 +344,7 @@ async def test_a_takeover_is_all_or_nothing(store: Store, monkeypatch: pytest.Mo
         raise StoreError("killed")
 
     with monkeypatch.context() as patched:
-        patched.setattr(expired_leases, "end_records", die)
+        patched.setattr(claims, "end_records", die)
         with pytest.raises(StoreError, match="killed"):
             await take(store, "new")
         with pytest.raises(StoreError, match="killed"):

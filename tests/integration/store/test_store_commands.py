@@ -27,7 +27,7 @@ from agentrl.rollout.outages import Outages
 from agentrl.rollout.sample import Admission
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.scoring import Scoring
-from agentrl.store.admission import GroupLimit
+from agentrl.store.claims import GroupLimit
 from agentrl.store.client import Store, open_store
 from agentrl.store.training_data import StaleVersions
 

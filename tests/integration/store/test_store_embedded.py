@@ -18,8 +18,7 @@ from pymongo.errors import OperationFailure
 from agentrl.cli.mongo import main
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.embedded import server as embedded
-from agentrl.store.embedded.mongod import choose_mongod
-from agentrl.store.embedded.server import EmbeddedMongo
+from agentrl.store.embedded.server import EmbeddedMongo, choose_mongod
 
 pytestmark = pytest.mark.integration
 

@@ -19,9 +19,8 @@ from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Claim, task_key
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.admin.check.checks import Checks
-from agentrl.store.admin.reopen import Reopening
-from agentrl.store.admin.rescore import NewScore, Rescoring
-from agentrl.store.admission import GroupAdmission, Needs
+from agentrl.store.admin.regroup import NewScore, Reopening, Rescoring
+from agentrl.store.claims import GroupAdmission, Needs
 from agentrl.store.client import Store, open_store
 from agentrl.store.selection import PASS_RATE, Selection
 from agentrl.store.views.details import GroupCount

@@ -30,8 +30,7 @@ from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.snapshot.snapshot import SnapshotReader
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.client import Store, open_existing, open_store
-from agentrl.store.embedded.daemon import stop_daemon
-from agentrl.store.embedded.mongod import choose_mongod
+from agentrl.store.embedded.server import choose_mongod, stop_daemon
 from agentrl.store.mechanics import blobs
 from agentrl.store.training_data import StaleVersions
 

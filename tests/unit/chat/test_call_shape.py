@@ -9,7 +9,7 @@ import pytest
 from chat_models import FAMILIES, of_family, opened
 
 from agentrl.chat.parsers.reasoning import THINK
-from agentrl.gateway.answers import call_shape
+from agentrl.gateway.answerer import call_shape
 
 _TAGGED = ('<tool_call>\n{"name": "f", "arguments": ', "}\n</tool_call>")
 _SHAPES = {

@@ -207,7 +207,7 @@ def test_a_sampler_needs_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n"
         "import agentrl.rollout.worker, agentrl.rollout.sampler, agentrl.rollout.agents\n"
-        "import agentrl.rollout.setup, agentrl.rollout.sample, agentrl.evaluation.command"
+        "import agentrl.rollout.setup, agentrl.rollout.sample, agentrl.evaluation.evaluate"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False

@@ -8,8 +8,8 @@ import pytest
 from json_rows import write_rows
 from tiny_policy import MARKED_TEMPLATE, TEMPLATE, tiny_format, tiny_tokenizer
 
-from agentrl.chat.conversation_file import read_conversations
 from agentrl.errors import TaskFileError
+from agentrl.train.sft import read_conversations
 
 MESSAGES = [
     {"role": role, "content": content}

@@ -10,10 +10,8 @@ from chat_models import FAMILIES, of_family, opened
 
 from agentrl.chat.chat_format import ChatFormat, unseen_problem, unseen_tools, without_thought
 from agentrl.chat.conversation import Conversation
-from agentrl.chat.family_renderer import _TOKENS
-from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.probe import CONVERSATION, ENDS, TOOLS
-from agentrl.chat.validate_format import generated
+from agentrl.chat.open_format import _TOKENS, open_chat_format
+from agentrl.chat.validate_format import CONVERSATION, ENDS, TOOLS, generated
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError, ModelError
 

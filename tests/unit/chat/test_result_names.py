@@ -11,8 +11,8 @@ import pytest
 
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.probe import CONVERSATION, TOOLS
 from agentrl.chat.renderer import in_call_order, with_kimi_ids
+from agentrl.chat.validate_format import CONVERSATION, TOOLS
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ModelError
 

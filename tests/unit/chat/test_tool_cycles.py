@@ -9,7 +9,7 @@ import chat_models as models
 import pytest
 
 from agentrl.chat.chat_format import ChatFormat, Message, without_cycle
-from agentrl.chat.probe import CONVERSATION, TOOLS
+from agentrl.chat.validate_format import CONVERSATION, TOOLS
 
 INDEPENDENT = {"keeps all thoughts": models.KEEPS_ALL, "keeps the thoughts of a cycle": models.KEEPS_CYCLE}
 PROMPT = "{{ '<|im_start|>assistant\\n' }}"

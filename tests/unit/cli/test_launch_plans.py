@@ -12,8 +12,8 @@ from agentrl.cli import launch
 from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.launch import before_start, placement, processes
-from agentrl.launch.gpus import Gpus
-from agentrl.launch.memory import MemoryCheck, StepTooLargeError
+from agentrl.launch.before_start import MemoryCheck, StepTooLargeError
+from agentrl.launch.placement import Gpus
 from agentrl.launch.processes import RunPlan
 
 

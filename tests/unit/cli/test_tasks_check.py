@@ -11,7 +11,7 @@ import pytest
 from json_rows import write_rows
 
 from agentrl.cli.main import main
-from agentrl.rollout.check_tasks import normalized_query
+from agentrl.cli.tasks import normalized_query
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:

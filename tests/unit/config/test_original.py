@@ -10,7 +10,7 @@ import pytest
 from parsed_flags import parsed as read
 
 from agentrl.config.agreement import require_trainable
-from agentrl.config.original import REPLACEMENTS
+from agentrl.config.load import REPLACEMENTS
 from agentrl.config.schema import (
     GROUPS,
     AdapterConfig,

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import path_to
 
-from agentrl.data.forest import TokenForest, forest_from_sequences
-from agentrl.data.forest_cuts import join, merge_prefixes, restrict
+from agentrl.data.forest import TokenForest, forest_from_sequences, join, merge_prefixes, restrict
 
 SEQUENCE = st.lists(st.integers(0, 2), min_size=2, max_size=8).flatmap(
     lambda ids: st.tuples(st.just(ids), st.integers(1, len(ids)))

@@ -14,7 +14,7 @@ from agentrl.data.planner import build_micro_batches
 from agentrl.documents.model_call import pack_ids, unpack_ids
 from agentrl.documents.routing import ExpertShape, pack_routing
 from agentrl.documents.training import DBRecordData
-from agentrl.train.metrics import routing_metrics
+from agentrl.train.step import routing_metrics
 
 SHAPE = ExpertShape(layers=2, top_k=2, experts=90)
 

@@ -18,7 +18,7 @@ from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.training import DBRecordData, TrainableSpan
 from agentrl.errors import ConfigError
 from agentrl.losses.settings import LossSettings
-from agentrl.train.step_loss import count_step, token_batch
+from agentrl.train.step import count_step, token_batch
 
 
 def trajectory() -> DBRecordData:

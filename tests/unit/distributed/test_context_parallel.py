@@ -17,11 +17,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from agentrl.data.forest import TokenForest
 from agentrl.distributed.context_parallel import (
     ContextParallel,
+    RankTokens,
     TokenExchange,
     check_context,
     split_attention,
 )
-from agentrl.distributed.rank_tokens import RankTokens
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model.attention.flex import BLOCK, forest_block_mask
 from agentrl.model.attention.sdpa import forest_mask

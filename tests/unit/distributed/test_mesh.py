@@ -6,9 +6,9 @@ from tiny_models import tiny_model
 from torch import nn
 
 from agentrl.config.schema import TrainConfig
+from agentrl.distributed.apply import check_divides
 from agentrl.distributed.fsdp import clip_gradients
 from agentrl.distributed.mesh import Layout, plan_layout
-from agentrl.distributed.tensor_parallel import check_divides
 from agentrl.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ import pytest
 from made_documents import made_call
 from numpy.typing import NDArray
 
-from agentrl.data.token_tree import build_tree
+from agentrl.data.trajectory_tree import build_tree
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.routing import (
     ExpertShape,

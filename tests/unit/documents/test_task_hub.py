@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agentrl.documents.task_hub import open_hub
-from agentrl.environments.tasks import read_task_source
+from agentrl.environments.tasks import open_hub, read_task_source
 from agentrl.errors import TaskFileError
 
 SHA = "0123456789abcdef0123456789abcdef01234567"

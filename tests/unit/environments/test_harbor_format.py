@@ -9,10 +9,14 @@ import pytest
 from harbor_folder import write_task
 
 from agentrl.documents.task_messages import BadTaskError
-from agentrl.environments.harbor.dockerfile import read_dockerfile
-from agentrl.environments.harbor.folder import pack_copies, read_task_folder
+from agentrl.environments.harbor.folder import (
+    filled,
+    pack_copies,
+    read_dockerfile,
+    read_task_folder,
+    read_task_toml,
+)
 from agentrl.environments.harbor.source import is_harbor
-from agentrl.environments.harbor.task_toml import filled, read_task_toml
 from agentrl.environments.harbor.verifier import _rewards
 
 

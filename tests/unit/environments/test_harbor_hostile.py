@@ -17,11 +17,9 @@ from agentrl.config.containers import ContainerConfig
 from agentrl.containers.docker import start_arguments
 from agentrl.documents.task_messages import BadTaskError
 from agentrl.environments.harbor import machine
-from agentrl.environments.harbor.dockerfile import read_dockerfile
-from agentrl.environments.harbor.folder import pack_copies, read_task_folder
+from agentrl.environments.harbor.folder import pack_copies, read_dockerfile, read_task_folder, read_task_toml
 from agentrl.environments.harbor.machine import back_end, require_network, use_containers
 from agentrl.environments.harbor.source import open_harbor
-from agentrl.environments.harbor.task_toml import read_task_toml
 from agentrl.environments.harbor.verifier import UNREADABLE, _read_archive
 from agentrl.errors import TaskFileError
 from agentrl.tools.sandbox.changes import compare

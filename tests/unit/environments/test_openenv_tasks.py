@@ -9,8 +9,14 @@ import pytest
 from made_documents import made_task
 
 from agentrl.documents.task import Task
-from agentrl.environments.openenv_session import InvalidActionError, OpenEnvSession
-from agentrl.environments.openenv_tasks import action_value, listed_tools, observation_text, settings
+from agentrl.environments.openenv import (
+    InvalidActionError,
+    OpenEnvSession,
+    action_value,
+    listed_tools,
+    observation_text,
+    settings,
+)
 from agentrl.environments.session import full_environments
 from agentrl.errors import ServerFullError, TaskEnvironmentError, TaskFileError
 

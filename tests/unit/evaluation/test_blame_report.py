@@ -14,10 +14,17 @@ from agentrl.config.blame import BlameConfig
 from agentrl.documents.run import Evaluation
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError
-from agentrl.evaluation.blame import Blame, Effect
-from agentrl.evaluation.blame_report import groups_of, show, to_json, write_files
-from agentrl.evaluation.blame_weights import Weights, assign_weights
-from agentrl.evaluation.changed_tasks import ChangedTask
+from agentrl.evaluation.blame import (
+    Blame,
+    ChangedTask,
+    Effect,
+    Weights,
+    assign_weights,
+    groups_of,
+    show,
+    to_json,
+    write_files,
+)
 
 WRONG = Effect(
     record="train/0/b/0/1", task="train/0/b", step=2, score=1.0, advantage=0.5, scorer="broken",

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import ConfigError
-from agentrl.evaluation.sweep import Child, Key, race, standings
-from agentrl.evaluation.sweep_file import Setting, Sweep, read_sweep
+from agentrl.evaluation.sweep import Child, Key, Setting, Sweep, race, read_sweep, standings
 from agentrl.scoring.evaluation import EvaluatedTask
 from agentrl.validation import validate
 

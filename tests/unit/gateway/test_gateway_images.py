@@ -14,11 +14,11 @@ from tiny_vision import drawn, save_vision_model
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import ModelConfig
 from agentrl.documents.images import image_of_bytes, image_refs
+from agentrl.gateway.answerer import store_images
 from agentrl.gateway.dialects.anthropic_messages import Messages
 from agentrl.gateway.dialects.openai_chat import ChatCompletions
 from agentrl.gateway.dialects.openai_responses import Responses
 from agentrl.gateway.request import GatewayError
-from agentrl.gateway.request_prompts import store_images
 from agentrl.rollout.prompts import Chain, prefix_digests, prompt_of
 
 DATA = base64.b64encode(drawn()).decode()

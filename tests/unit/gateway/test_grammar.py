@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl.chat.parsers.reasoning import THINK
-from agentrl.gateway.answers import CallShape, grammar_of
+from agentrl.gateway.answerer import CallShape, grammar_of
 from agentrl.gateway.request import GatewayRequest
 
 SHAPE = CallShape('<call>{"name": "', '", "arguments": ', "}</call>", None, "")

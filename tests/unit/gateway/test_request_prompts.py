@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from agentrl.gateway import request_prompts
-from agentrl.gateway.request_prompts import Chains
+from agentrl.gateway import answerer
+from agentrl.gateway.answerer import Chains
 from agentrl.rollout.prompts import Chain
 
 pytestmark = pytest.mark.attack
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.attack
 def test_many_short_conversations_are_bounded_as_few_long_ones_are(
     monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
-    monkeypatch.setattr(request_prompts, "_CACHED_TOKENS", 10_000)
+    monkeypatch.setattr(answerer, "_CACHED_TOKENS", 10_000)
     cache = Chains(cast("Any", None))
     for number in range(1000):
         cache.add(Chain(str(number), [1] * tokens, [2], []), ("record", str(number)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.engine import FinishReason, Generation
-from agentrl.inference.generation_parts import GenerationParts
+from agentrl.inference.session import GenerationParts
 
 
 def part(*ids: int, cached: int, reason: FinishReason = "abort") -> Generation:

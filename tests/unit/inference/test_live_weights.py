@@ -13,8 +13,7 @@ from agentrl.documents.run import LiveShare, LiveWeights, PolicyVersion
 from agentrl.errors import EngineError, PublishError
 from agentrl.inference.engine import EngineRefusedError
 from agentrl.inference.live_weights import PartlyLoadedError, is_reachable
-from agentrl.inference.served_adapters import ServedAdapters
-from agentrl.inference.served_weights import ServedWeights
+from agentrl.inference.served_engine import ServedAdapters, ServedWeights
 from agentrl.processes import identify
 from agentrl.weights.local_copy import LocalCopy
 from agentrl.weights.model_folder import write_manifest

@@ -13,8 +13,7 @@ from local_engine import cpu_model, request_of, work_off
 from tiny_models import VOCABULARY, tiny_model
 from transformers import Qwen3MoeForCausalLM
 
-from agentrl.data.forest import forest_from_sequences
-from agentrl.data.forest_routing import ForestRouting
+from agentrl.data.forest import ForestRouting, forest_from_sequences
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.routing import ExpertShape
 from agentrl.inference.engines.local import model as local_model

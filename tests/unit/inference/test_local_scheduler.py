@@ -11,10 +11,9 @@ from torch import Tensor
 
 from agentrl.device_lease import return_freed_memory
 from agentrl.errors import ModelError
-from agentrl.inference.engines.local.cache import KVCache
+from agentrl.inference.engines.local.model import Chunk, KVCache
 from agentrl.inference.engines.local.sampling import StopStrings
 from agentrl.inference.engines.local.scheduler import GenerationRequest, Scheduler
-from agentrl.inference.engines.local.vision import Chunk
 
 VOCAB = 97
 STOP = 96

@@ -16,7 +16,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.engine import FinishReason, Generation
-from agentrl.inference.router import EngineRouter
+from agentrl.inference.session import EngineRouter
 from agentrl.rollout.outages import Outages
 
 Answer = Generation | EngineError

@@ -21,9 +21,7 @@ from agentrl.errors import EngineError, PublishError, StoreError, StoreUnavailab
 from agentrl.inference import served_engine
 from agentrl.inference.control import EngineLoad, ModelInfo
 from agentrl.inference.engine import EngineRefusedError
-from agentrl.inference.served_adapters import ServedAdapters
-from agentrl.inference.served_engine import ServedEngine
-from agentrl.inference.served_weights import ServedWeights, starting_weights
+from agentrl.inference.served_engine import ServedAdapters, ServedEngine, ServedWeights, starting_weights
 from agentrl.weights.local_copy import LocalCopy
 from agentrl.weights.model_folder import write_manifest
 

@@ -11,9 +11,8 @@ import pytest
 from parsed_flags import parsed
 
 from agentrl.errors import ConfigError
-from agentrl.launch import gpus, placement
-from agentrl.launch.gpus import UnseenGpuError, find_gpus
-from agentrl.launch.placement import place_processes
+from agentrl.launch import placement
+from agentrl.launch.placement import UnseenGpuError, find_gpus, place_processes
 
 H100 = ("NVIDIA H100", 79 * 2**30)
 
@@ -29,7 +28,7 @@ def torch_sees(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         answer = answers[0](env) if callable(answers[0]) else answers[0]
         return subprocess.CompletedProcess(command, 0, stdout=f"a warning\n{json.dumps(answer)}\n")
 
-    monkeypatch.setattr(gpus, "has_gpu", lambda: True)
+    monkeypatch.setattr(placement, "has_gpu", lambda: True)
     monkeypatch.setattr(subprocess, "run", run)
     answers.append([False, [H100] * 4])
     return answers
@@ -64,16 +63,16 @@ def test_hidden_gpus_are_no_gpus(torch_sees: list[Any], hidden: str) -> None:
 
 
 def test_a_machine_without_gpus_starts_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "has_gpu", lambda: False)
-    monkeypatch.setattr(gpus, "_probe", lambda environment: pytest.fail("a child was started"))
+    monkeypatch.setattr(placement, "has_gpu", lambda: False)
+    monkeypatch.setattr(placement, "_probe", lambda environment: pytest.fail("a child was started"))
     assert find_gpus({}) is None
 
 
 def test_torch_that_sees_no_gpu_is_told_from_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "has_gpu", lambda: True)
+    monkeypatch.setattr(placement, "has_gpu", lambda: True)
     with pytest.raises(UnseenGpuError, match="torch sees no GPU"):
         find_gpus({})  # this machine's torch, in a real child process
-    monkeypatch.setattr(gpus, "_PROBE", "raise ImportError('no libcuda')")
+    monkeypatch.setattr(placement, "_PROBE", "raise ImportError('no libcuda')")
     with pytest.raises(UnseenGpuError, match="no libcuda"):
         find_gpus({})
 

@@ -10,10 +10,9 @@ import pytest
 
 from agentrl.config.load import parse
 from agentrl.errors import ConfigError
-from agentrl.launch import memory as memory_of_run
-from agentrl.launch.gpus import Gpus
-from agentrl.launch.memory import MemoryCheck
-from agentrl.launch.placement import Placement
+from agentrl.launch import before_start as memory_of_run
+from agentrl.launch.before_start import MemoryCheck
+from agentrl.launch.placement import Gpus, Placement
 
 pytestmark = pytest.mark.usefixtures("starts_warm")
 

@@ -15,8 +15,7 @@ from agentrl.concurrency import Deadline
 from agentrl.llm import ask as ask_module
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.ask import Answer, NoAnswerError, ask, fenced, without_control_tokens
-from agentrl.llm.client import endpoint_client
-from agentrl.llm.limits import Window, retry_after
+from agentrl.llm.client import Window, endpoint_client, retry_after
 
 QUESTION = [{"role": "user", "content": "?"}]
 

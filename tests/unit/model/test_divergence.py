@@ -8,9 +8,7 @@ import torch
 from agentrl.documents.column import TopLogprobs
 from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.model.divergence import reverse_kl
-from agentrl.model.kept_ids import KeptIds
-from agentrl.model.logprobs import token_logprobs
-from agentrl.model.output_head import OutputHead
+from agentrl.model.logprobs import KeptIds, OutputHead, token_logprobs
 
 VOCABULARY, TOKENS, HIDDEN = 13, 5, 4
 PARENT = torch.tensor([0, 1, 1, 2, 4])

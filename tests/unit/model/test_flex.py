@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import chains, packed, tiny_model, tree
 from torch.nn.attention import flex_attention as torch_flex
 
-from agentrl.data.forest import TokenForest, forest_from_sequences
-from agentrl.data.forest_cuts import merge_prefixes
+from agentrl.data.forest import TokenForest, forest_from_sequences, merge_prefixes
 from agentrl.errors import ModelError
 from agentrl.model.attention.executor import build_executor
 from agentrl.model.attention.flex import block_kinds, forest_block_mask, mask_function, padded_ends

@@ -16,8 +16,8 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
+from agentrl.distributed.context_parallel import split_tokens
 from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.distributed.rank_tokens import split_tokens
 from agentrl.losses.settings import LossSettings
 from agentrl.model.attention import flex
 from agentrl.model.forward import ForwardOptions

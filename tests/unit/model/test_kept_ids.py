@@ -9,12 +9,9 @@ import pytest
 import torch
 from tiny_models import chains, model_logprobs, packed, tiny_model, tree
 
-from agentrl.data.forest import concatenate
-from agentrl.data.forest_cuts import merge_prefixes, restrict
+from agentrl.data.forest import concatenate, merge_prefixes, restrict
 from agentrl.documents.sampling_mask import SamplingMask
-from agentrl.model.kept_ids import KeptIds
-from agentrl.model.logprobs import token_logprobs
-from agentrl.model.output_head import OutputHead
+from agentrl.model.logprobs import KeptIds, OutputHead, token_logprobs
 
 N, T, H, V = 30, 23, 16, 53
 

@@ -18,8 +18,7 @@ from agentrl.losses.settings import LossSettings
 from agentrl.model.lora import Adapter, add_adapter
 from agentrl.train.step import forward_backward
 from agentrl.weights.adapter_config import is_adapter
-from agentrl.weights.sharded_writer import write_alone
-from agentrl.weights.snapshot import PublishedModel
+from agentrl.weights.snapshot import PublishedModel, write_alone
 
 BASE = Path("base")
 FOREST = packed([*chains(0, 3), tree(1)])

@@ -13,9 +13,7 @@ from tiny_models import VOCABULARY, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.config.schema import MemoryConfig, ModelConfig
-from agentrl.data.forest import TokenForest, forest_from_sequences
-from agentrl.data.forest_cuts import merge_prefixes
-from agentrl.data.forest_routing import ForestRouting
+from agentrl.data.forest import ForestRouting, TokenForest, forest_from_sequences, merge_prefixes
 from agentrl.documents.routing import ExpertShape
 from agentrl.errors import ModelError
 from agentrl.model.attention.executor import build_executor

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.observe.console_digest import ConsoleDigest
+from agentrl.observe.logging import ConsoleDigest
 
 
 class _Console(logging.Handler):

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import RunConfig
-from agentrl.observe import tracker_threads
-from agentrl.observe.tracker_threads import open_trackers, public_parameters
-from agentrl.observe.trackers import TRACKERS
+from agentrl.observe import trackers
+from agentrl.observe.trackers import TRACKERS, open_trackers, public_parameters
 
 
 class Recorder:
@@ -79,8 +78,8 @@ def test_one_that_hangs_delays_neither_the_start_nor_the_end(
     registered: dict[str, Any], tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     release = threading.Event()
-    monkeypatch.setattr(tracker_threads, "OPEN_SECONDS", 0.01)
-    monkeypatch.setattr(tracker_threads, "CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(trackers, "OPEN_SECONDS", 0.01)
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.01)
     registered["slow"] = lambda: release.wait(60) and Recorder()
     with caplog.at_level(logging.WARNING):
         tracker = open_trackers("slow", RunConfig(), tmp_path)

@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.observe.tracker_threads import flatten, open_trackers
+from agentrl.observe.trackers import flatten, open_trackers
 
 
 def test_flatten_keeps_finite_numbers_alone() -> None:

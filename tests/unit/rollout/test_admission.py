@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.config.schema import SamplingConfig, TrainConfig
 from agentrl.rollout.sample import Admission
-from agentrl.store.admission import GroupLimit
+from agentrl.store.claims import GroupLimit
 
 
 def store(version: int | None, version_step: int = 0, last_step: int | None = None) -> Any:

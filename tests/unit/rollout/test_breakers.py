@@ -23,10 +23,17 @@ from agentrl.errors import (
     tool_server,
 )
 from agentrl.llm.agent_config import ModelEndpoint
-from agentrl.llm.limits import Limits
-from agentrl.rollout import breaker as breaker_module
-from agentrl.rollout.breaker import LONGEST_PAUSE_SECONDS, OPEN_AFTER, Breaker
-from agentrl.rollout.outages import LOST_SESSIONS, OWN_FAILURES, Clock, Outages
+from agentrl.llm.client import Limits
+from agentrl.rollout import outages as breaker_module
+from agentrl.rollout.outages import (
+    LONGEST_PAUSE_SECONDS,
+    LOST_SESSIONS,
+    OPEN_AFTER,
+    OWN_FAILURES,
+    Breaker,
+    Clock,
+    Outages,
+)
 
 SEARCH = tool_server("search")
 

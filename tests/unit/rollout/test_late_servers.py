@@ -9,15 +9,15 @@ import pytest
 from waiting import until
 
 from agentrl.errors import ConfigError, ToolServerConfigError, ToolServerError, tool_server
-from agentrl.rollout import breaker
+from agentrl.rollout import outages
 from agentrl.rollout.outages import LateServers, Outages
-from agentrl.store.admission import NOTHING, Needs
+from agentrl.store.claims import NOTHING, Needs
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaker, "FIRST_PROBE_SECONDS", 0.01)
-    monkeypatch.setattr(breaker, "LONGEST_PROBE_SECONDS", 0.02)
+    monkeypatch.setattr(outages, "FIRST_PROBE_SECONDS", 0.01)
+    monkeypatch.setattr(outages, "LONGEST_PROBE_SECONDS", 0.02)
 
 
 class Source:

@@ -17,8 +17,7 @@ from agentrl.documents.status import CallStatus, StopReason
 from agentrl.errors import ConfigError, TrajectoryError
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import react
-from agentrl.rollout.fixed_model import FixedModel
-from agentrl.rollout.rollout import Rollout
+from agentrl.rollout.rollout import FixedModel, Rollout
 
 SECRET = "sk-not-for-anyones-eyes-123456"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import StoreError
-from agentrl.store.embedded import mongod as chooser
-from agentrl.store.embedded.mongod import (
+from agentrl.store.embedded import server as chooser
+from agentrl.store.embedded.server import (
     MONGOD_VARIABLE,
     Version,
     choose_mongod,

@@ -9,7 +9,7 @@ from typing import Any
 import mongomock
 import pytest
 
-from agentrl.store.admission import GroupLimit, Needs
+from agentrl.store.claims import GroupLimit, Needs
 from agentrl.store.training_data import Spans, StaleVersions
 from agentrl.store.views.trajectories import Bounds, TrajectoryFilter
 

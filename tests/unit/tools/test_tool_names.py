@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.chat.parsers.base import get_parser
 from agentrl.tools.base import Schema, function_schema
-from agentrl.tools.session import ToolNames
+from agentrl.tools.pool import ToolNames
 
 FORMS = {
     "hermes": '<tool_call>{{"name": "{}", "arguments": {{"q": "x"}}}}</tool_call>',

@@ -23,17 +23,14 @@ from agentrl.device_lease import DeviceLease
 from agentrl.distributed.world import leave_processes, single_process
 from agentrl.folder_owner import Owner
 from agentrl.observe.progress import StepView
-from agentrl.observe.tracker_threads import open_trackers
+from agentrl.observe.trackers import open_trackers
 from agentrl.train import checkpoint
 from agentrl.train.build import build_trainer
 from agentrl.train.controller import lead
-from agentrl.train.device_turns import DeviceTurns
 from agentrl.train.folders import RunFolders
 from agentrl.train.lease import TrainerLease
 from agentrl.train.loop import Trainer
-from agentrl.train.progress import roll_back
-from agentrl.train.publishing import Publisher
-from agentrl.train.saving import Saver
+from agentrl.train.publishing import DeviceTurns, Publisher, Saver, roll_back
 
 FRESH = Freshness(max_staleness=9)
 OWNER = Owner(run="run", id="1f", server="memory")

@@ -23,13 +23,12 @@ from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, LeaseLostError, ModelError, PublishError
 from agentrl.model.load import Policy, load_policy
 from agentrl.train import checkpoint
-from agentrl.train.background import Lane, RankWriter
-from agentrl.train.controller import Controller
+from agentrl.train.controller import Controller, Lane, RankWriter
 from agentrl.train.lease import ThreadFence
 from agentrl.train.optimizer import build_optimizer, build_scheduler
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import architecture, stored_dtype
-from agentrl.weights.published_config import write_config
+from agentrl.weights.snapshot import write_config
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -12,7 +12,7 @@ from agentrl.config.schema import ModelConfig, TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.model.load import load_policy
 from agentrl.train.disk_space import Retention, amount, check_output, model_bytes, retention
-from agentrl.weights.published_config import write_config
+from agentrl.weights.snapshot import write_config
 
 Usage = namedtuple("Usage", "total used free")
 KEPT = Retention(versions=4, version_bytes=10_000_000, checkpoints=2, checkpoint_bytes=30_000_000)

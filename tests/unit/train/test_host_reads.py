@@ -20,7 +20,7 @@ from agentrl.losses.settings import LossSettings
 from agentrl.model.attention import flex
 from agentrl.model.flops import Stopwatch
 from agentrl.model.forward import ForwardOptions
-from agentrl.train.step_loss import StepLoss, TokenRecorder, TrajectorySums, count_step
+from agentrl.train.step import StepLoss, TokenRecorder, TrajectorySums, count_step
 
 META = torch.device("meta")
 DATA = [*chains(0, 4), tree(1)]

@@ -15,7 +15,7 @@ from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
 from agentrl.train import publishing
-from agentrl.weights.memory_file import open_memory_file
+from agentrl.weights.live import open_memory_file
 
 Start = Callable[..., Any]
 

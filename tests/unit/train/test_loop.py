@@ -20,14 +20,13 @@ from agentrl.device_lease import DeviceLease
 from agentrl.documents.status import DataStatus, StepStatus, TrainerEnd, VersionStatus
 from agentrl.errors import ConfigError, LeaseLostError, PublishError, TrainingError
 from agentrl.observe.metric_definitions import DEFINITIONS
-from agentrl.train import background, checkpoint
+from agentrl.train import checkpoint, controller
 from agentrl.train.controller import Controller
 from agentrl.train.loop import Trainer
 from agentrl.train.publishing import Publisher
 from agentrl.train.step import PolicyTrainer, StepResult
 from agentrl.weights.model_folder import verify
-from agentrl.weights.sharded_writer import Written
-from agentrl.weights.snapshot import Snapshot
+from agentrl.weights.snapshot import Snapshot, Written
 
 Usage = namedtuple("Usage", "total used free")
 Start = Callable[..., Any]
@@ -240,10 +239,10 @@ CRASHES: dict[str, Any] = {
     "planned": ("agentrl.data.stream", "step_window"),
     "computed": ("fake_store", "_Steps.commit"),
     "committed, not saved": ("agentrl.train.checkpoint", "begin"),
-    "half a checkpoint": ("agentrl.train.random_states", "read"),
+    "half a checkpoint": ("agentrl.train.checkpoint", "read"),
     "checkpoint written, not renamed": ("agentrl.atomic_folder", "_replace"),
     "saved, not published": ("agentrl.train.publishing", "publish"),
-    "half a version": ("agentrl.train.background", "write_beside"),
+    "half a version": ("agentrl.train.controller", "write_beside"),
     "version reserved, not placed": ("agentrl.weights.publish", "write_manifest"),
     "version written, not published": ("fake_store", "_PolicyVersions.publish"),
     "published, not pruned": ("agentrl.weights.publish", "_prune"),
@@ -396,13 +395,13 @@ async def test_a_checkpoint_and_the_version_of_its_step_share_their_files(
 ) -> None:
     """The checkpoint links what is written for the version."""
     written: list[Path] = []
-    write = background.write_share
+    write = controller.write_share
 
     def count(folder: Path, snapshot: Snapshot) -> Written:
         written.append(folder)
         return write(folder, snapshot)
 
-    monkeypatch.setattr(background, "write_share", count)
+    monkeypatch.setattr(controller, "write_share", count)
     await (await start(save_steps=2, publish_steps=publish_steps, max_staleness=publish_steps - 1)).run()
     assert len(written) == {1: 3, 2: 2}[publish_steps], "once for each step"
     output = tmp_path / "output"

@@ -24,7 +24,7 @@ from agentrl.train.lease import ThreadFence
 from agentrl.train.publishing import Publisher
 from agentrl.weights.folder import architecture
 from agentrl.weights.model_folder import complete_folder
-from agentrl.weights.sharded_writer import write_alone
+from agentrl.weights.snapshot import write_alone
 
 COMPARED = ("loss", "lr", "grad_norm")
 DATA = [*group("a"), *group("b")]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tiny_models import packed, tiny_model, trajectory, tree
 
-from agentrl.data.forest_cuts import merge_prefixes
+from agentrl.data.forest import merge_prefixes
 from agentrl.model.flops import Backward, DevicePeak, ModelShape, attention_pairs
-from agentrl.train.metrics import (
+from agentrl.train.step import (
     call_tokens,
     join_metrics,
     merging_metrics,

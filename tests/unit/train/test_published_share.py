@@ -12,8 +12,8 @@ from tiny_models import tiny_model
 
 from agentrl.config.schema import ModelConfig
 from agentrl.model.load import Policy, load_model
-from agentrl.train import published_share
-from agentrl.train.published_share import PublishedShare
+from agentrl.train import controller
+from agentrl.train.controller import PublishedShare
 
 WIDE = {"hidden_size": 64, "vocab_size": 96}
 
@@ -42,7 +42,7 @@ def test_the_share_is_that_of_all_published_weights(
         whole += float(delta.square().sum())
         kept += float((delta * (weight.detach().bfloat16().float() - base[name].detach())).sum())
     sampled = PublishedShare(policy).measure()
-    monkeypatch.setattr(published_share, "_ROWS", 10**6)
+    monkeypatch.setattr(controller, "_ROWS", 10**6)
     assert PublishedShare(policy).measure() == pytest.approx(kept / whole, rel=1e-4)
     assert sampled == pytest.approx(kept / whole, abs=0.02)
     assert (kept / whole > 0.9) is (rate == 1e-2)
@@ -63,7 +63,7 @@ def test_frozen_weights_are_not_read(tmp_path: Path) -> None:
 def test_what_is_not_rounded_is_not_compared(
     dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(published_share, "read_rows")
+    monkeypatch.delattr(controller, "read_rows")
     policy = replace(trained(tmp_path, rate=1e-6), own_dtype=dtype)
     assert PublishedShare(policy).measure() == 1.0
 

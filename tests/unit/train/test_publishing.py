@@ -19,12 +19,11 @@ from waiting import until
 
 from agentrl.documents.status import StepStatus, VersionStatus
 from agentrl.errors import LeaseLostError, PublishError
-from agentrl.train import background, publishing
+from agentrl.train import controller, publishing
 from agentrl.train.loop import Trainer
 from agentrl.weights.apply_delta import apply
 from agentrl.weights.model_folder import MANIFEST, verify
-from agentrl.weights.sharded_writer import Written
-from agentrl.weights.snapshot import Snapshot
+from agentrl.weights.snapshot import Snapshot, Written
 from agentrl.weights.tensor_checksums import TensorChecksum, weights_digest
 
 Start = Callable[..., Any]
@@ -36,14 +35,14 @@ class SlowDisk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_free = threading.Event()
         self.writing = 0
-        write = background.write_share
+        write = controller.write_share
 
         def wait(folder: Path, snapshot: Snapshot) -> Written:
             self.writing += 1
             assert self.is_free.wait(60)
             return write(folder, snapshot)
 
-        monkeypatch.setattr(background, "write_share", wait)
+        monkeypatch.setattr(controller, "write_share", wait)
 
 
 @pytest.fixture
@@ -98,13 +97,13 @@ async def test_a_version_that_could_not_be_written_in_the_background_is_publishe
     store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = await start(save_steps=99, max_staleness=9)
-    write = background.write_share
+    write = controller.write_share
 
     def fail_once(folder: Path, snapshot: Snapshot) -> Written:
-        monkeypatch.setattr(background, "write_share", write)
+        monkeypatch.setattr(controller, "write_share", write)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(background, "write_share", fail_once)
+    monkeypatch.setattr(controller, "write_share", fail_once)
     await trainer.run()
     assert "is not published: the disk of" in caplog.text
     assert max(version.step for version in store.versions.values()) == 3

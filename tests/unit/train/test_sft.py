@@ -8,13 +8,12 @@ import pytest
 from safetensors.torch import load_file
 from tiny_policy import MARKED_TEMPLATE, TEMPLATE, tiny_format, write_tiny_policy
 
-from agentrl.chat.conversation_file import read_conversations
 from agentrl.cli.training import sft as main
 from agentrl.config.schema import ModelConfig
 from agentrl.data.forest import forest_from_data
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.model.load import load_policy
-from agentrl.train.sft import from_conversations
+from agentrl.train.sft import from_conversations, read_conversations
 
 
 @pytest.fixture

@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 from tiny_vision import IDS, drawn, drawn_image, save_vision_model
 
-from agentrl.chat.conversation_file import read_conversations
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.load import parse
 from agentrl.config.schema import ModelConfig
 from agentrl.config.training import SFTConfig
 from agentrl.errors import TaskFileError
-from agentrl.train.sft import fine_tune, from_conversations
+from agentrl.train.sft import fine_tune, from_conversations, read_conversations
 
 DATA_URL = "data:image/png;base64," + base64.b64encode(drawn("red")).decode()
 SAID = {"role": "assistant", "content": "one"}

@@ -17,8 +17,7 @@ from agentrl.losses.compute import Denominators
 from agentrl.losses.loss import LOSSES
 from agentrl.losses.settings import LossSettings
 from agentrl.model.forward import ForwardOptions
-from agentrl.train.step import forward_backward
-from agentrl.train.step_loss import count_step
+from agentrl.train.step import count_step, forward_backward
 
 PER_TRAJECTORY = [name for name in LOSSES.names() if not LOSSES.get(name).compares]
 """Losses of a trajectory by itself; ``test_preference_exactness.py`` has those that compare some."""

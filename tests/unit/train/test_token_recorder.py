@@ -23,8 +23,7 @@ from agentrl.distributed.mesh import Mesh
 from agentrl.documents.model_call import unpack_floats
 from agentrl.documents.training import DBRecordData
 from agentrl.train import step as step_module
-from agentrl.train.step import split_updates
-from agentrl.train.step_loss import TokenRecorder, TokenValues, choose_trajectories
+from agentrl.train.step import TokenRecorder, TokenValues, choose_trajectories, split_updates
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from agentrl.data.step_source import StepData
 from agentrl.documents.model_call import pack_halves
 from agentrl.documents.training import TokenSpan, TokenStatistics, statistics_key
 from agentrl.losses.settings import LossSettings
-from agentrl.train.token_weights import token_weights
+from agentrl.train.whatif import token_weights
 
 
 def test_weights_are_those_of_the_reduced_loss_and_clipped_tokens_have_none() -> None:

@@ -16,7 +16,7 @@ from agentrl.documents.training import TokenStatistics, TrainStep
 from agentrl.errors import StoreUnavailableError
 from agentrl.train import loop
 from agentrl.train.loop import TokenWriter
-from agentrl.train.step_loss import TokenValues
+from agentrl.train.step import TokenValues
 
 STEP = TrainStep(id="2/7", step=7, policy_version=6, data=("a/0/1",), owner="me")
 ITEM = group("a")[0]

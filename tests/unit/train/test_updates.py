@@ -19,8 +19,8 @@ from agentrl.documents.training import DBRecordData
 from agentrl.errors import ModelError
 from agentrl.losses.loss import TokenBatch, TokenLosses
 from agentrl.losses.settings import LossSettings
+from agentrl.train import step as step_loss_module
 from agentrl.train import step as step_module
-from agentrl.train import step_loss as step_loss_module
 from agentrl.train.step import PolicyTrainer, split_updates
 
 

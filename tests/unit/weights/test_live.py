@@ -19,9 +19,16 @@ from waiting import wait_until
 
 from agentrl.documents.run import LiveShare
 from agentrl.errors import PublishError
-from agentrl.weights.live import LiveHolder
-from agentrl.weights.memory_file import PREFIX, open_memory_file, write_memory_file
-from agentrl.weights.weight_group import WeightRequests, broadcast, connect, join_group
+from agentrl.weights.live import (
+    PREFIX,
+    LiveHolder,
+    WeightRequests,
+    broadcast,
+    connect,
+    join_group,
+    open_memory_file,
+    write_memory_file,
+)
 
 CPU = torch.device("cpu")
 
@@ -161,7 +168,7 @@ def test_engines_receive_versions_at_any_time_and_one_that_dies_disturbs_no_othe
     assert_equal(early.receive(first), weights(1))
     dying = """
         import os, sys
-        from agentrl.weights.weight_group import WeightRequests, connect, join_group
+        from agentrl.weights.live import WeightRequests, connect, join_group
         port, name = int(sys.argv[1]), sys.argv[2]
         transfer = WeightRequests("127.0.0.1", port, "gloo").ask(name)
         group = join_group(connect("127.0.0.1", port), transfer.group, 1, "gloo")

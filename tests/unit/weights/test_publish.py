@@ -17,7 +17,7 @@ from agentrl.model.load import Policy, load_policy
 from agentrl.weights import publish as publishing
 from agentrl.weights.model_folder import checksums, complete_folder, verify
 from agentrl.weights.publish import PublishTarget, newer_versions, publish, publish_base
-from agentrl.weights.sharded_writer import Written, write_alone
+from agentrl.weights.snapshot import Written, write_alone
 from agentrl.weights.tensor_checksums import TensorChecksum
 
 

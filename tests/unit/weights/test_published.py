@@ -12,9 +12,7 @@ from tiny_models import tiny_model
 
 from agentrl.errors import ModelError
 from agentrl.weights.folder import stored_dtype
-from agentrl.weights.published_config import write_config
-from agentrl.weights.sharded_writer import write_alone
-from agentrl.weights.snapshot import PublishedModel, model_parts
+from agentrl.weights.snapshot import PublishedModel, model_parts, write_alone, write_config
 
 
 @pytest.mark.parametrize("tied", [True, False])

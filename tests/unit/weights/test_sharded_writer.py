@@ -20,8 +20,16 @@ from transformers import (
 )
 
 from agentrl.weights.model_folder import checksums
-from agentrl.weights.sharded_writer import Written, write_beside, write_share
-from agentrl.weights.snapshot import Holding, PublishedModel, Snapshots, model_parts, plan_files
+from agentrl.weights.snapshot import (
+    Holding,
+    PublishedModel,
+    Snapshots,
+    Written,
+    model_parts,
+    plan_files,
+    write_beside,
+    write_share,
+)
 from agentrl.weights.tensor_checksums import TensorChecksum
 
 NUMBERS = {

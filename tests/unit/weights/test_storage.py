@@ -25,7 +25,7 @@ from agentrl.weights.delta import encode
 from agentrl.weights.local_copy import LocalCopy
 from agentrl.weights.model_folder import MANIFEST, checksums, write_manifest
 from agentrl.weights.publish import PublishTarget, publish
-from agentrl.weights.sharded_writer import Written
+from agentrl.weights.snapshot import Written
 from agentrl.weights.storage import delete, download, folder_names, read, require_storage, upload
 from agentrl.weights.tensor_checksums import TensorChecksum
 

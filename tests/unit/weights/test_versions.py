@@ -20,8 +20,7 @@ from agentrl.weights.publish import (
     version_name,
     with_bases,
 )
-from agentrl.weights.sharded_writer import Written, write_alone
-from agentrl.weights.snapshot import PublishedModel, model_parts
+from agentrl.weights.snapshot import PublishedModel, Written, model_parts, write_alone
 from agentrl.weights.tensor_checksums import TensorChecksum
 
 

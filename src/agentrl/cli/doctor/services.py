@@ -14,7 +14,7 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import AgentConfig, ModelConfig, RunConfig, SamplingConfig, ToolConfig
 from agentrl.errors import AgentRLError, StoreUnavailableError
 from agentrl.observe.redact import redact
-from agentrl.store.embedded.mongod import END_OF_LIFE, support_ended_on
+from agentrl.store.embedded.server import END_OF_LIFE, support_ended_on
 
 if TYPE_CHECKING:
     from agentrl.documents.run import InferenceService
@@ -30,7 +30,7 @@ _WEIGHTS_INDEX = "model.safetensors.index.json"
 
 def check_mongod(run: RunConfig) -> Check:
     """Check for the binary of the embedded server, which a run without --db_connection_string needs."""
-    from agentrl.store.embedded.mongod import choose_mongod
+    from agentrl.store.embedded.server import choose_mongod
 
     name = "mongod"
     try:
@@ -275,7 +275,7 @@ def _check_chat_format(folder: Path, config: ModelConfig, parser: str | None) ->
     """Validate the chat format, as every sampler does before its first task."""
     from agentrl.chat.chat_format import UNSEEN_HINT, unseen_tools
     from agentrl.chat.open_format import open_chat_format
-    from agentrl.chat.probe import CONVERSATION, TOOLS
+    from agentrl.chat.validate_format import CONVERSATION, TOOLS
 
     name = "chat format"
     try:

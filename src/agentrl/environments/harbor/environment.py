@@ -23,7 +23,7 @@ from agentrl.documents.record import HarnessRun
 from agentrl.documents.task import Task
 from agentrl.documents.task_messages import BadTaskError
 from agentrl.environments.base import Environment, environment
-from agentrl.environments.harbor.folder import HarborTask, ImageOf, process_folder
+from agentrl.environments.harbor.folder import HarborTask, HealthCheck, ImageOf, process_folder
 from agentrl.environments.harbor.machine import (
     archive_of,
     back_end,
@@ -34,7 +34,6 @@ from agentrl.environments.harbor.machine import (
     variables,
 )
 from agentrl.environments.harbor.source import NAME, open_task
-from agentrl.environments.harbor.task_toml import HealthCheck
 from agentrl.environments.harbor.verifier import (
     ARTIFACTS,
     OUTPUT_BYTES,

@@ -12,9 +12,15 @@ from typing import Final
 from agentrl.config.containers import ContainerConfig
 from agentrl.containers.base import CONTAINERS, Container, ContainerSpec
 from agentrl.documents.task_messages import BadTaskError
-from agentrl.environments.harbor.dockerfile import read_dockerfile
-from agentrl.environments.harbor.folder import HarborTask, ImageOf, pack_copies, pack_folder, process_folder
-from agentrl.environments.harbor.task_toml import filled
+from agentrl.environments.harbor.folder import (
+    HarborTask,
+    ImageOf,
+    filled,
+    pack_copies,
+    pack_folder,
+    process_folder,
+    read_dockerfile,
+)
 from agentrl.errors import ConfigError
 
 _SPARE_SECONDS: Final = 600.0

@@ -14,8 +14,7 @@ from agentrl.documents.images import Image
 from agentrl.documents.routing import ExpertShape
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
 from agentrl.errors import ModelError
-from agentrl.inference.client import EngineClient, version_spans
-from agentrl.inference.collector import Chunk
+from agentrl.inference.client import Chunk, EngineClient, version_spans
 from agentrl.inference.control import (
     EngineLoad,
     MemoryPart,

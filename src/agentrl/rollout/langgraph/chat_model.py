@@ -23,8 +23,7 @@ from agentrl.errors import ConfigError, TrajectoryError
 from agentrl.inference.engine import Progress
 from agentrl.rollout.histories import MakeProgress
 from agentrl.rollout.model_call import Turn, with_text_arguments
-from agentrl.rollout.role import Role
-from agentrl.rollout.rollout import Rollout, current_rollout
+from agentrl.rollout.rollout import Role, Rollout, current_rollout
 from agentrl.threads import own_code
 
 _CHANGES = {"temperature": "temperature", "top_p": "top_p", "max_tokens": "max_new_tokens"}

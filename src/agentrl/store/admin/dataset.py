@@ -12,8 +12,7 @@ from agentrl.documents.model_call import DispatchedSamplingTask, conversation
 from agentrl.documents.record import Record
 from agentrl.documents.task import task_key
 from agentrl.errors import ConfigError
-from agentrl.store.admin.archive import require_empty
-from agentrl.store.admin.transfer import writing_folder
+from agentrl.store.admin.transfer import require_empty, writing_folder
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import DATA, RECORD

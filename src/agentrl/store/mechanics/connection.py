@@ -34,8 +34,7 @@ from agentrl.documents.base import Document, follow_clock
 from agentrl.errors import RunMissingError, StoreError, StoreUnavailableError
 from agentrl.store.embedded.server import disk_problem
 from agentrl.store.mechanics.collection import Collection, RunFence, use_session
-from agentrl.store.mechanics.driver_errors import ENCODING_ERRORS, store_error
-from agentrl.store.mechanics.retry import OutageLog, retry_while_unavailable
+from agentrl.store.mechanics.retry import ENCODING_ERRORS, OutageLog, retry_while_unavailable, store_error
 
 Json = dict[str, Any]
 P = ParamSpec("P")

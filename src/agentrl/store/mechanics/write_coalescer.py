@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 from agentrl.store.mechanics.connection import context_with_turn
-from agentrl.store.mechanics.driver_errors import is_outage
+from agentrl.store.mechanics.retry import is_outage
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

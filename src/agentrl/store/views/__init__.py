@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from agentrl.store.mechanics.connection import Json
 from agentrl.store.names import DATA, EVALUATION, MODEL_CALL, RECORD, SERVICE, STEP, TASK
-from agentrl.store.views.sampling import (
+from agentrl.store.views.training import (
     CONVERSATIONS,
     ENGINES,
+    EVALUATIONS,
     FAILURES,
+    GROUPS,
+    STEPS,
+    TASKS,
     TOOL_CALLS,
     TOOLS,
+    TRAINING,
     TRAJECTORIES,
     TURNS,
+    WAITING,
 )
-from agentrl.store.views.training import EVALUATIONS, GROUPS, STEPS, TASKS, TRAINING, WAITING
 
 VIEWS: dict[str, tuple[str, list[Json]]] = {
     "audit_trajectories": (RECORD, TRAJECTORIES),

@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 
 from agentrl.documents.base import shortened
-from agentrl.llm.limits import retry_after
+from agentrl.llm.client import retry_after
 from agentrl.proxies import ProxiedTransport
 from agentrl.tools.mcp.content import (
     LOST,

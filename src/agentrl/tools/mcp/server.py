@@ -1,4 +1,4 @@
-"""Open connections to an MCP server, with a back-off that all callers share; call it for a trajectory."""
+"""Open connections to an MCP server, shared or each trajectory's own; call it for a trajectory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from agentrl.concurrency import end_tasks
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import (
     FailureError,
@@ -20,9 +21,9 @@ from agentrl.errors import (
     ToolServerError,
     tool_server,
 )
-from agentrl.tools.base import Reply, Schema, ServerSession, ToolServer, Trajectory, schema_name
+from agentrl.tools.base import Reply, Schema, ServerSession, ToolServer, Trajectory, schema_name, timed_out
 from agentrl.tools.mcp.connection import TRAJECTORY_KEY, Connection, LostError, RefusedError, UnusableError
-from agentrl.tools.specs import CallGate, Hook, HttpSpec, Limits, McpSpec, StdioSpec, redact_address
+from agentrl.tools.specs import CallGate, Hook, HttpSpec, Limits, McpSpec, Scope, StdioSpec, redact_address
 
 if TYPE_CHECKING:
     import httpx2
@@ -260,3 +261,366 @@ class McpSession(ServerSession, ABC):
             if names
         ]
         return f"[the tools of this server changed: {'; '.join(parts)}]" if parts else ""
+
+
+class SharedServer(McpServer):
+    """The client of one shared server."""
+
+    def __init__(self, spec: McpSpec, config: ToolConfig) -> None:
+        super().__init__(spec, config)
+        self._connection: Connection | None = None
+        self._opening: asyncio.Task[Connection | ToolServerError] | None = None
+        self._testing: asyncio.Task[None] | None = None
+        self._schemas: Sequence[Schema] = ()
+
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        """Return the tools as last listed, sorted by name."""
+        if self._connection is not None and self._connection.schemas:
+            self._schemas = self._connection.schemas
+        return self._schemas
+
+    async def open(self) -> None:
+        """Connect and list the tools. Raises ToolServerError."""
+        await self.live()
+
+    def session(self, trajectory: Trajectory) -> SharedSession:
+        return SharedSession(self, trajectory)
+
+    async def live(self) -> Connection:
+        """Return the connection; reconnect if it is lost. All callers share one attempt.
+
+        Raises ToolServerError.
+        """
+        if self._connection is not None and self._connection.alive:
+            return self._connection
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._reopen(), name=f"connect-{self.name}")
+        opened = await asyncio.shield(self._opening)
+        if isinstance(opened, ToolServerError):
+            raise opened
+        return opened
+
+    def lost(self, connection: Connection, why: str, *, session: bool = False) -> None:
+        """Give up a connection; the next call opens a new one."""
+        if self._connection is not connection:
+            return
+        self._schemas = self.schemas
+        self._connection = None
+        self.discard(connection, why, session=session)
+
+    def suspect(self, connection: Connection) -> asyncio.Future[None]:
+        """Test a connection in the background; give it up if it does not answer. One test runs at a time."""
+        if self._testing is None or self._testing.done():
+            self._testing = self.later(self._test(connection))
+        return asyncio.shield(self._testing)
+
+    async def settled(self) -> None:
+        """Wait until announced changes of the tools are listed."""
+        if self._connection is not None:
+            await self._connection.settled()
+
+    async def close(self) -> None:
+        """Close the connection. Idempotent."""
+        if self._opening is not None:
+            await end_tasks(self._opening)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
+        await super().close()
+
+    async def _reopen(self) -> Connection | ToolServerError:
+        stale, self._connection = self._connection, None
+        try:
+            if stale is not None:
+                self._schemas = stale.schemas or self._schemas
+                self.later(stale.close())
+            self._connection = await self.connect()
+            return self._connection
+        except ToolServerError as error:
+            return error
+        finally:
+            self._opening = None
+
+    async def _test(self, connection: Connection) -> None:
+        if not await connection.answers():
+            self.lost(connection, "it did not answer a call, nor a list of its tools")
+
+
+class SharedSession(McpSession):
+    """The calls of one trajectory to a shared server."""
+
+    def __init__(self, server: SharedServer, trajectory: Trajectory) -> None:
+        super().__init__(server, trajectory)
+        self._server = server
+        self._is_closed = False
+        self._used: Connection | None = None
+        """The connection that has answered a call, and so holds what the setup hooks have made."""
+
+    async def prepare(self) -> None:
+        await self.run_setup(self.request)
+
+    def current(self) -> Sequence[Schema]:
+        return self._server.schemas
+
+    async def settle(self) -> None:
+        await self._server.settled()
+
+    async def request(self, tool: str, arguments: Mapping[str, Any], limits: Limits) -> Reply:
+        """Call one tool. A call that the server may have received is repeated only if it is repeatable.
+
+        Raises SessionLostError if the server has forgotten the session with what the setup hooks made.
+        """
+        for is_last in (False, True):
+            connection = await self._server.live()
+            try:
+                reply = await connection.call(tool, arguments, limits, self.meta)
+                self._used = connection
+                return reply
+            except TimeoutError:
+                self._server.suspect(connection)
+                return timed_out(tool, limits.timeout_seconds, lost=True)
+            except RefusedError as refused:
+                raise self._server.unreachable(refused) from refused
+            except LostError as lost:
+                if lost.whole:
+                    self._server.lost(connection, str(lost), session=lost.session)
+                if lost.session and self.options.setup and connection is self._used:
+                    raise self._server.session_lost(str(lost)) from lost
+                test = self._server.suspect(connection) if not lost.whole else None
+                if lost.sent and (is_last or not connection.repeatable(tool)):
+                    return Reply(text=lost_text(tool, self._server.name), error=True, lost=True)
+                if is_last:
+                    raise self._server.unreachable(lost) from lost
+                if test is not None:
+                    await test
+        raise AssertionError("the last attempt returns or raises")
+
+    async def close(self) -> None:
+        """Run the teardown hooks; the server is shared and stays."""
+        if not self._is_closed:
+            self._is_closed = True
+            await self.run_teardown(self.request)
+
+
+def lost_text(tool: str, server: str) -> str:
+    """Return the text that the model reads when the server ended while a call ran."""
+    return f"{tool} failed: the tool server {server} stopped while it ran; it may have taken effect"
+
+
+class DedicatedServer(McpServer):
+    """The pool of one server's connections. A trajectory takes one at its first call."""
+
+    def __init__(self, spec: McpSpec, config: ToolConfig) -> None:
+        super().__init__(spec, config)
+        self._schemas: Sequence[Schema] = ()
+        self._warm: list[Connection] = []
+        self._filling: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        """Return the tools that the first connection listed, sorted by name."""
+        return self._schemas
+
+    async def open(self) -> None:
+        """Open the first connection and list its tools. Raises ToolServerError."""
+        first = await self.connect()
+        self._schemas = first.schemas
+        self._warm.append(first)
+        self._fill()
+
+    def session(self, trajectory: Trajectory) -> DedicatedSession:
+        return DedicatedSession(self, trajectory)
+
+    async def take(self) -> Connection:
+        """Return a connection that no other trajectory has. Raises ToolServerError."""
+        while self._warm:
+            connection = self._warm.pop(0)
+            if connection.alive:
+                self._fill()
+                return connection
+            self.later(connection.close())
+        connection = await self.connect()
+        self._fill()
+        return connection
+
+    def give_back(self, connection: Connection, meta: Mapping[str, str], *, is_idle: bool) -> None:
+        """Reset an idle connection for the next trajectory, or replace it, in the background.
+
+        One that may still work on an abandoned call is replaced: the call could change what comes after.
+        """
+        self.later(self._recycle(connection, meta) if is_idle else connection.close())
+
+    async def close(self) -> None:
+        """Close every connection. Idempotent."""
+        self._is_closed = True
+        if self._filling is not None:
+            await end_tasks(self._filling)
+        warm, self._warm = self._warm, []
+        await asyncio.gather(*(connection.close() for connection in warm))
+        await super().close()
+
+    async def _recycle(self, connection: Connection, meta: Mapping[str, str]) -> None:
+        hook = self.options.reset
+        if hook is None or self._is_closed or len(self._warm) >= max(self.options.warm, 1):
+            await connection.close()
+            return
+        try:
+            limits = self.gate.limits(hook.tool)
+            reply = await connection.call(hook.tool, hook.arguments, limits, meta)
+            problem = reply.text if reply.error else ""
+        except (LostError, RefusedError, TimeoutError) as error:
+            problem = str(error) or "no answer in time"
+        if problem or self._is_closed:
+            logger.warning("a server is not reset and replaced", extra={"server": self.name, "why": problem})
+            await connection.close()
+            self._fill()
+            return
+        self._warm.append(connection)
+
+    def _fill(self) -> None:
+        """Start opening connections in the background until ``warm`` of them are idle."""
+        if self._filling is None and not self._is_closed and len(self._warm) < self.options.warm:
+            self._filling = asyncio.create_task(self._fill_up(), name=f"warm-{self.name}")
+
+    async def _fill_up(self) -> None:
+        try:
+            while len(self._warm) < self.options.warm:
+                self._warm.append(await self.connect())
+        except ToolServerError as error:
+            logger.warning("no process is kept ready", extra={"server": self.name, "why": error.message})
+        finally:
+            self._filling = None
+
+
+class DedicatedSession(McpSession):
+    """The calls of one trajectory to its own connection."""
+
+    def __init__(self, server: DedicatedServer, trajectory: Trajectory) -> None:
+        super().__init__(server, trajectory)
+        self._server = server
+        self._connection: Connection | None = None
+        self._used: Connection | None = None
+        """The connection that has answered a call, and so holds state of the trajectory."""
+        self._taking = asyncio.Lock()
+        self._was_lost = False
+        self._running = 0
+        self._has_abandoned = False
+
+    async def prepare(self) -> None:
+        """Take a connection now if there are setup hooks; else at the first call."""
+        if self.options.setup:
+            await self._own()
+
+    def current(self) -> Sequence[Schema]:
+        """Return the tools of the trajectory's connection, or those that a new one lists."""
+        own = self._connection.schemas if self._connection is not None else ()
+        return own or self._server.schemas
+
+    async def settle(self) -> None:
+        if self._connection is not None:
+            await self._connection.settled()
+
+    async def request(self, tool: str, arguments: Mapping[str, Any], limits: Limits) -> Reply:
+        """Call one tool. A call that the server may have received is never repeated: its state is gone.
+
+        Raises SessionLostError if the server is up and has forgotten the session with the trajectory's state.
+        """
+        for is_last in (False, True):
+            connection = await self._own()
+            self._running += 1
+            try:
+                reply = await connection.call(tool, arguments, limits, self.meta)
+                self._used = connection
+                return self._noted(reply)
+            except asyncio.CancelledError:
+                self._has_abandoned = True
+                raise
+            except TimeoutError:
+                self._has_abandoned = True
+                if not await connection.answers():
+                    self._lose(connection, "it did not answer a call, nor a list of its tools")
+                return self._noted(timed_out(tool, limits.timeout_seconds))
+            except RefusedError as refused:
+                raise self._server.unreachable(refused) from refused
+            except LostError as lost:
+                if lost.whole or not await connection.answers():
+                    self._lose(connection, str(lost), session=lost.session)
+                if lost.session and connection is self._used:
+                    raise self._server.session_lost(str(lost)) from lost
+                if lost.sent:
+                    return self._noted(Reply(text=lost_text(tool, self._server.name), error=True))
+                if is_last:
+                    raise self._server.unreachable(lost) from lost
+            finally:
+                self._running -= 1
+        raise AssertionError("the last attempt returns or raises")
+
+    async def close(self) -> None:
+        """Run the teardown hooks and give the connection back. Idempotent."""
+        async with self._taking:
+            connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        if connection.alive:
+            await self.run_teardown(self._on(connection))
+            is_idle = not self._has_abandoned and self._running == 0
+            self._server.give_back(connection, self.meta, is_idle=is_idle)
+        else:
+            self._server.discard(connection, "it ended before its trajectory")
+
+    async def _own(self) -> Connection:
+        """Return the trajectory's connection; take one, and run the setup hooks, if it has none.
+
+        Raises SessionLostError if a server behind HTTP has ended it, with the trajectory's state. That a
+        process has ended is told to the model instead: the trajectory's own calls may be the reason.
+        """
+        async with self._taking:
+            if self._connection is not None and not self._connection.alive:
+                ended, why = self._connection, "it ended between two calls"
+                self._lose(ended, why)
+                if self._server.is_remote and ended is self._used:
+                    raise self._server.session_lost(why)
+            if self._connection is None:
+                connection = await self._server.take()
+                try:
+                    await self.run_setup(self._on(connection))
+                except BaseException:
+                    self._server.discard(connection, "its setup failed")
+                    raise
+                self._connection = connection
+            return self._connection
+
+    def _on(self, connection: Connection) -> Request:
+        """Return a function that calls tools on ``connection``; a loss is an outage."""
+
+        async def request(tool: str, arguments: Mapping[str, Any], limits: Limits) -> Reply:
+            try:
+                return await connection.call(tool, arguments, limits, self.meta)
+            except TimeoutError:
+                return timed_out(tool, limits.timeout_seconds, lost=True)
+            except (LostError, RefusedError) as error:
+                raise self._server.unreachable(error) from error
+
+        return request
+
+    def _lose(self, connection: Connection, why: str, *, session: bool = False) -> None:
+        if self._connection is connection:
+            self._connection = None
+            self._was_lost = self._was_lost or connection is self._used
+            self._server.discard(connection, why, session=session)
+
+    def _noted(self, reply: Reply) -> Reply:
+        """Tell the model once that the server was restarted."""
+        if not self._was_lost:
+            return reply
+        self._was_lost = False
+        note = f"[the tool server {self._server.name} was restarted; its earlier state is lost]"
+        return replace(reply, text=f"{reply.text}\n{note}" if reply.text else note)
+
+
+def mcp_server(spec: McpSpec, config: ToolConfig) -> McpServer:
+    """Return the client of one server, according to its scope."""
+    is_dedicated = spec.options.scope is Scope.TRAJECTORY
+    return DedicatedServer(spec, config) if is_dedicated else SharedServer(spec, config)

@@ -14,8 +14,8 @@ from agentrl.cli.doctor import machine
 from agentrl.cli.doctor.machine import Check, check_memory, check_open_files, check_processes
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import EngineConfig
-from agentrl.launch import gpus, placement
-from agentrl.launch.gpus import Gpus
+from agentrl.launch import placement
+from agentrl.launch.placement import Gpus
 
 
 def test_an_old_python_fails_with_a_hint() -> None:
@@ -128,8 +128,8 @@ def test_the_gpus_are_divided_as_launch_does(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_gpus_that_torch_does_not_see_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "has_gpu", lambda: True)
-    monkeypatch.setattr(gpus, "_probe", lambda environment: (False, []))
+    monkeypatch.setattr(placement, "has_gpu", lambda: True)
+    monkeypatch.setattr(placement, "_probe", lambda environment: (False, []))
     check = machine.check_gpus(parsed())
     assert check.state == "warn"
     assert "torch sees no GPU" in check.found

@@ -54,7 +54,7 @@ def test_the_embedded_server_needs_its_binary(
     def gone() -> Path:
         raise StoreError("no mongod is installed", hint="pip install it")
 
-    monkeypatch.setattr("agentrl.store.embedded.mongod.choose_mongod", gone)
+    monkeypatch.setattr("agentrl.store.embedded.server.choose_mongod", gone)
     assert check_mongod(RunConfig(db_connection_string=uri)).state == state
 
 

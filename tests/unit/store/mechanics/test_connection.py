@@ -36,8 +36,7 @@ from agentrl.store.mechanics.connection import (
     context_with_turn,
     database_call,
 )
-from agentrl.store.mechanics.driver_errors import store_error
-from agentrl.store.mechanics.retry import OutageLog, log_store_errors, retry_outages
+from agentrl.store.mechanics.retry import OutageLog, log_store_errors, retry_outages, store_error
 
 
 class Flaky(Repository):

@@ -48,8 +48,7 @@ def run_local_server(
     from agentrl.chat.model_folder import read_chat_files
     from agentrl.inference.engines.local.model import LocalModel
     from agentrl.inference.engines.local.scheduler import Scheduler
-    from agentrl.inference.engines.local.server import LocalServer
-    from agentrl.inference.engines.local.worker import Worker
+    from agentrl.inference.engines.local.server import LocalServer, Worker
     from agentrl.own_hosts import for_own_hosts
 
     kinds = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -3,32 +3,394 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from agentrl.chat.vision import read_vision
-from agentrl.errors import ModelError
-from agentrl.inference.engines.local.adapters import AdaptedLinear, AdapterRows, LoadedAdapter, load_adapter
-from agentrl.inference.engines.local.attention import ATTENTION, Segment, SlotBatch
-from agentrl.inference.engines.local.cache import KVCache, Slot
-from agentrl.inference.engines.local.linears import PackedLinear, pack_linears, round_to_fp8
-from agentrl.inference.engines.local.patch import Patch, Places, find_places, read_patch
-from agentrl.inference.engines.local.vision import Chunk, vision_inputs
+from agentrl.chat.vision import Vision, read_vision
+from agentrl.data.forest import common_prefix
+from agentrl.data.forest_images import ForestImages, images_of_spans, rope_positions
+from agentrl.documents.images import Image, ImageSpan
+from agentrl.documents.routing import ExpertShape
+from agentrl.errors import ImageError, ModelError
+from agentrl.inference.engines.local.linears import (
+    AdaptedLinear,
+    AdapterRows,
+    LoadedAdapter,
+    PackedLinear,
+    Patch,
+    Places,
+    find_places,
+    load_adapter,
+    pack_linears,
+    read_patch,
+    round_to_fp8,
+)
 from agentrl.model.attention.sdpa import set_attention
 from agentrl.model.flops import ModelShape
+from agentrl.model.load import check_report
 from agentrl.model.precision import bfloat16_speed
 from agentrl.model.routing import record_choices
-from agentrl.model.stored_weights import check_report
-from agentrl.model.vision import PixelReader
+from agentrl.model.vision import PixelReader, image_features
 from agentrl.weights.folder import expert_shape, stored_dtype
+
+_ROUND = 64
+_KEEP = 256
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One sequence in the cache: rows from ``start`` on hold keys and values of ``tokens[:computed]``."""
+
+    tokens: NDArray[np.int32]
+    adapter: LoadedAdapter | None = None
+    """The adapter that computed the rows; no request of another one reuses them."""
+    computed: int = 0
+    start: int = 0
+    capacity: int = 0
+    busy: bool = True
+    used_at: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """``length`` tokens of a prompt are cached in ``slot``; ``pending`` after the running prefills."""
+
+    slot: Slot | None
+    length: int
+    pending: int
+
+
+class KVCache:
+    """Keys and values of ``max_tokens`` tokens: two tensors [max_tokens, kv_heads, head_dim] per layer.
+
+    The rows of a slot are contiguous, so that attention reads them without a gather; a slot that needs more
+    rows moves. The lowest free rows are used first, because the system allocates memory at the first write.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        max_tokens: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        experts: ExpertShape | None = None,
+    ) -> None:
+        self._shape = (max_tokens, num_kv_heads, head_dim)
+        self._layers, self._dtype, self._device = num_layers, dtype, device
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.experts: Tensor | None = None
+        """int16 [max_tokens, layers, k], the experts of each row's token, in a mixture."""
+        if experts is not None:
+            size = (max_tokens, experts.layers, experts.top_k)
+            self.experts = torch.zeros(size, dtype=torch.int16, device=device)
+        self.max_tokens = max_tokens
+        self._slots: list[Slot] = []
+        self._clock = 0
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Allocate the tensors, unless they are there."""
+        while len(self.keys) < self._layers:
+            for tensors in (self.keys, self.values):
+                tensors.append(torch.empty(self._shape, dtype=self._dtype, device=self._device))
+
+    def free(self) -> None:
+        """Drop the tensors; no sequence may be busy."""
+        self.drop_idle()
+        self.keys.clear()
+        self.values.clear()
+
+    def match(self, prompt: NDArray[np.int32], adapter: LoadedAdapter | None) -> PrefixMatch:
+        """Return the slot of ``adapter`` with the longest computed prefix of ``prompt`` without its end."""
+        best, length, pending = None, 0, 0
+        for slot in self._slots:
+            if slot.adapter is not adapter:
+                continue
+            common = min(common_prefix(slot.tokens, prompt), len(prompt) - 1)
+            pending = max(pending, common)
+            ready = min(common, slot.computed)
+            if ready > length or (ready == length > 0 and best is not None and best.busy and not slot.busy):
+                best, length = slot, ready
+        return PrefixMatch(best, length, pending)
+
+    def acquire(
+        self, prompt: NDArray[np.int32], match: PrefixMatch, rows: int, adapter: LoadedAdapter | None
+    ) -> Slot | None:
+        """Return a busy slot of ``rows`` rows that holds the match; None if running sequences need the space.
+
+        A finished sequence with few tokens beyond the match is continued in place; otherwise the match is
+        copied.
+        """
+        source, length = match.slot, match.length
+        if source is not None and not source.busy and source.computed - length <= max(16, length // 4):
+            source.tokens, source.computed, source.busy = prompt, length, True
+            if self.grow(source, rows):
+                return source
+            source.busy = False
+            source.tokens = prompt[:length]
+            return None
+        slot = Slot(prompt, adapter)
+        if not self._place(slot, rows, keep=source):
+            source = None
+            if not self._place(slot, rows, keep=None):
+                return None
+        if source is not None:
+            self._copy(source.start, slot.start, length)
+            slot.computed = length
+        self._slots.append(slot)
+        return slot
+
+    def grow(self, slot: Slot, rows: int) -> bool:
+        """Give a busy slot at least ``rows`` rows; return False if running sequences need the space."""
+        if rows <= slot.capacity:
+            return True
+        start, capacity = slot.start, slot.capacity
+        slot.capacity = 0
+        if not self._place(
+            slot, max(rows, min(rows * 3 // 2, self.max_tokens)), keep=None
+        ) and not self._place(slot, rows, keep=None):
+            slot.start, slot.capacity = start, capacity
+            return False
+        if slot.start != start:
+            self._copy(start, slot.start, slot.computed)
+        return True
+
+    def chosen_experts(self, slot: Slot, start: int, end: int) -> NDArray[np.int32] | None:
+        """Return the experts [n, layers, k] of tokens ``[start, end)``; None if one is not computed."""
+        if self.experts is None or not start < end <= slot.computed:
+            return None
+        return self.experts[slot.start + start : slot.start + end].cpu().numpy().astype("<i4")
+
+    def release(self, slot: Slot, tokens: NDArray[np.int32]) -> None:
+        """Release a slot; its computed part of ``tokens`` stays for reuse until the rows are needed."""
+        self._clock += 1
+        slot.tokens = tokens[: slot.computed].copy()
+        slot.busy, slot.used_at = False, self._clock
+        idle = [item for item in self._slots if not item.busy]
+        if slot.computed == 0 or len(idle) > _KEEP:
+            self._slots.remove(min(idle, key=lambda item: (item.computed > 0, item.used_at)))
+
+    def drop_idle(self, adapter: LoadedAdapter | None = None) -> None:
+        """Drop every idle sequence, or those of ``adapter``."""
+        self._slots = [slot for slot in self._slots if slot.busy or adapter not in (None, slot.adapter)]
+
+    def _place(self, slot: Slot, rows: int, keep: Slot | None) -> bool:
+        """Assign the lowest free range of ``rows`` rows to ``slot``; drop idle sequences as needed."""
+        rows = min(-(-rows // _ROUND) * _ROUND, self.max_tokens)
+        while True:
+            start = self._lowest_free(rows)
+            if start is not None:
+                slot.start, slot.capacity = start, rows
+                return True
+            idle = [item for item in self._slots if not item.busy and item is not keep]
+            if not idle:
+                return False
+            self._slots.remove(min(idle, key=lambda item: item.used_at))
+
+    def _lowest_free(self, rows: int) -> int | None:
+        end = 0
+        for start, capacity in sorted((slot.start, slot.capacity) for slot in self._slots if slot.capacity):
+            if start - end >= rows:
+                return end
+            end = start + capacity
+        return end if self.max_tokens - end >= rows else None
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        overlap = abs(source - target) < length
+        for tensor in (*self.keys, *self.values, *([] if self.experts is None else [self.experts])):
+            rows = tensor[source : source + length]
+            tensor[target : target + length] = rows.clone() if overlap else rows
+
+
+ATTENTION = "agentrl_slots"
+_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The attention of one chunk: queries [begin, end) of the batch over cache rows [first, last)."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotBatch:
+    cache: KVCache
+    rows: Tensor
+    segments: tuple[Segment, ...]
+
+
+def _slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    slot_batch: SlotBatch | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention over the KV cache; each layer calls it with query [1, heads, n, dim] of the batch.
+
+    The query heads of one key head become additional query rows, so that keys and values are read once and
+    never repeated.
+    """
+    named = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if slot_batch is None or named:
+        raise ModelError(f"the local engine's attention does not support {named or 'a call without a batch'}")
+    layer = cast("int", module.layer_idx)
+    cache = slot_batch.cache
+    layer_keys, layer_values = cache.keys[layer], cache.values[layer]
+    layer_keys.index_copy_(0, slot_batch.rows, key[0].transpose(0, 1))
+    layer_values.index_copy_(0, slot_batch.rows, value[0].transpose(0, 1))
+    heads, count, dim = query.shape[1:]
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
+    grouped = query.view(kv_heads, group, count, dim)
+    output = query.new_empty(count, kv_heads, group, dim)
+    for segment in slot_batch.segments:
+        keys = layer_keys[segment.first : segment.last].transpose(0, 1)
+        values = layer_values[segment.first : segment.last].transpose(0, 1)
+        n = segment.end - segment.begin
+        rows = grouped[:, :, segment.begin : segment.end].reshape(kv_heads, group * n, dim)
+        mixed = F.scaled_dot_product_attention(
+            rows[None], keys[None], values[None], attn_mask=segment.mask, scale=scaling
+        )
+        output[segment.begin : segment.end] = mixed.view(kv_heads, group, n, dim).permute(2, 0, 1, 3)
+    return output.view(1, count, heads, dim), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _slot_attention)
+
+
+@dataclass(slots=True, eq=False)
+class RequestImages:
+    """The images of one request, and the positions of its tokens."""
+
+    images: ForestImages
+    """Of the prompt's tokens."""
+    positions: NDArray[np.int64]
+    """int64[3, prompt tokens]."""
+    _features: tuple[Any, Tensor, list[Tensor] | None] | None = field(default=None)
+
+    def positions_of(self, start: int, end: int) -> NDArray[np.int64]:
+        """Return int64[3, end − start]; generated tokens go on behind the prompt's last position."""
+        known = self.positions.shape[1]
+        shift = known - 1 - int(self.positions[:, -1].max())
+        behind = np.arange(max(start, known), max(end, known)) - shift
+        return np.concatenate([self.positions[:, start:end], np.tile(behind, (3, 1))], axis=1)
+
+    def rows(self, start: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return which of the tokens [start, end) belong to an image, and their rows of the features."""
+        image, offset = self.images.image[start:end], self.images.offset[start:end]
+        begins = np.concatenate([[0], np.cumsum([item.tokens for item in self.images.images])])
+        here = np.flatnonzero(image >= 0)
+        return here, begins[image[here]] + offset[here]
+
+    def features(self, model: Any) -> tuple[Tensor, list[Tensor] | None]:
+        """Return the features by the weights of ``model``: they are computed again after a weight update."""
+        if self._features is None or self._features[0] is not model:
+            self._features = (model, *image_features(model, self.images))
+        return self._features[1], self._features[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next tokens of one sequence to compute, at positions ``start …`` of the sequence in ``slot``."""
+
+    slot: Slot
+    start: int
+    token_ids: NDArray[np.int32]
+    wants_logits: bool
+    images: RequestImages | None = None
+
+
+def read_request_images(
+    ids: Sequence[int], images: Sequence[Image], vision: Vision, reader: PixelReader
+) -> tuple[NDArray[np.int32], RequestImages]:
+    """Return the prompt with a negative id for each image token, and its images.
+
+    The ids differ between images, so that the KV cache reuses no prefix with another image. Raises ImageError
+    unless the prompt has as many image tokens as the images.
+    """
+    tokens = np.asarray(ids, np.int32)
+    pads = np.flatnonzero(tokens == vision.image_token)
+    spans, pixels = [], {}
+    offset = 0
+    for image in images:
+        pixels[image.id], grid = reader.read(image)
+        count = vision.tokens(image.ref)
+        start = int(pads[offset]) if offset < len(pads) else len(tokens)
+        spans.append(ImageSpan(sha256=image.id, start=start, tokens=count, grid=grid))
+        offset += count
+    if offset != len(pads):
+        raise ImageError(
+            f"the prompt has {len(pads)} image tokens, and its {len(images)} images have {offset}"
+        )
+    try:
+        located = images_of_spans(spans, len(tokens), np.arange(len(tokens)))
+    except ValueError as error:
+        raise ImageError(f"the image tokens of the prompt do not fit its images: {error}") from error
+    assert located is not None
+    for span in spans:
+        digest = hashlib.sha256(bytes.fromhex(span.sha256)).digest()
+        first = int.from_bytes(digest[:4], "big") % 2**30
+        tokens[span.start : span.start + span.tokens] = -1 - first - np.arange(span.tokens)
+    whole = np.full(len(tokens), len(tokens))
+    positions = rope_positions(located, np.arange(len(tokens)), whole)
+    return tokens, RequestImages(located.with_pixels(pixels), positions)
+
+
+def vision_inputs(
+    model: Any, chunks: Sequence[Chunk], ids: NDArray[np.int32], device: torch.device
+) -> dict[str, Any]:
+    """Return the decoder's inputs: embeddings with the features of images, and positions [3, 1, n]."""
+    embeds = model.get_input_embeddings()(torch.from_numpy(ids.astype(np.int64)).to(device))
+    mask = torch.zeros(len(ids), dtype=torch.bool, device=device)
+    positions, deep = [], []
+    begin = 0
+    for chunk in chunks:
+        end = chunk.start + len(chunk.token_ids)
+        if chunk.images is None:
+            positions.append(np.tile(np.arange(chunk.start, end), (3, 1)))
+        else:
+            positions.append(chunk.images.positions_of(chunk.start, end))
+            here, rows = chunk.images.rows(chunk.start, end)
+            features, layers = chunk.images.features(model)
+            embeds[begin + here] = features[rows].to(embeds.dtype)
+            mask[begin + here] = True
+            deep.append([layer[rows] for layer in layers or ()])
+        begin += len(chunk.token_ids)
+    inputs: dict[str, Any] = {
+        "inputs_embeds": embeds[None],
+        "position_ids": torch.from_numpy(np.concatenate(positions, axis=1)).to(device)[:, None],
+    }
+    if mask.any() and deep and deep[0]:
+        inputs["visual_pos_masks"] = mask[None]
+        inputs["deepstack_visual_embeds"] = [torch.cat(layer) for layer in zip(*deep, strict=True)]
+    return inputs
+
 
 logger = logging.getLogger(__name__)
 

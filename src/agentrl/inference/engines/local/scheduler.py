@@ -12,12 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from agentrl.errors import ModelError
-from agentrl.inference.engines.local.adapters import LoadedAdapter
-from agentrl.inference.engines.local.cache import KVCache, Slot
-from agentrl.inference.engines.local.model import LocalModel
-from agentrl.inference.engines.local.patch import Patch
+from agentrl.inference.engines.local.linears import LoadedAdapter, Patch
+from agentrl.inference.engines.local.model import Chunk, KVCache, LocalModel, RequestImages, Slot
 from agentrl.inference.engines.local.sampling import RowSampler, StopStrings, sample
-from agentrl.inference.engines.local.vision import Chunk, RequestImages
 
 log = logging.getLogger(__name__)
 

@@ -9,25 +9,52 @@ from operator import itemgetter
 from typing import Any, ClassVar
 
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
-from agentrl.store.admin.check.columns import ColumnsOfRecords
-from agentrl.store.admin.check.contents import Contents, Files, Images, StrayFiles
-from agentrl.store.admin.check.family import Family
-from agentrl.store.admin.check.groups import Evaluations, OutsideTokens, group_problems, score_problems
-from agentrl.store.admin.check.reading import Check, CheckOptions, Section, Snapshot, only_if
-from agentrl.store.admin.check.report import Findings, Invariant, Problem, Report, Violation
-from agentrl.store.admin.check.retracted import SEARCHED, Retractions, Withdrawn
-from agentrl.store.admin.check.training import Data, Lineage, Statistics, StepData
+from agentrl.store.admin.check.contents import (
+    SEARCHED,
+    Contents,
+    Family,
+    Files,
+    Images,
+    Retractions,
+    StrayFiles,
+    Withdrawn,
+)
+from agentrl.store.admin.check.reading import (
+    Check,
+    CheckOptions,
+    Findings,
+    Invariant,
+    Problem,
+    Report,
+    Section,
+    Snapshot,
+    Violation,
+    only_if,
+)
+from agentrl.store.admin.check.training import (
+    Data,
+    Epochs,
+    Lineage,
+    Statistics,
+    StepData,
+    Versions,
+    token_problems,
+)
 from agentrl.store.admin.check.trajectories import (
-    RECORD_FIELDS,
+    CHECKED_FIELDS,
     SETTLED,
     TERMINAL,
     CallParents,
+    ColumnsOfRecords,
+    Evaluations,
+    OutsideTokens,
     RecordParents,
     call_problems,
+    group_problems,
     read_call_sizes,
+    score_problems,
     slot_problems,
 )
-from agentrl.store.admin.check.versions import Epochs, Versions, token_problems
 from agentrl.store.mechanics.blobs import PACKED, PARTS
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import DATA, RECORD, TASK, VERSION
@@ -139,7 +166,7 @@ class Tasks(Section):
         page = [task for task in page if not task.get("inherited")]  # its Records are the parent's
         ids = [task["_id"] for task in page]
         of_task: dict[str, list[Json]] = {key: [] for key in ids}
-        for record in await moment.find(RECORD, {"task": {"$in": ids}}, RECORD_FIELDS, by="task"):
+        for record in await moment.find(RECORD, {"task": {"$in": ids}}, CHECKED_FIELDS, by="task"):
             of_task[record["task"]].append(record)
         record_ids = [record["_id"] for records in of_task.values() for record in records]
         of_record = await read_call_sizes(moment, record_ids)
