@@ -24,13 +24,13 @@ from tokenizers import AddedToken, Tokenizer
 
 from agentrl.chat.chat_format import ChatFormat, Message, without_thought
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.conversation import Conversation
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.template_renderer import ChatTemplate, TemplateRenderer
+from agentrl.chat.renderer import ChatTemplate, TemplateRenderer
 from agentrl.chat.validate_format import CONVERSATION, ENDS, TOOLS, generated, lost
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import AgentRLError, TrajectoryError
+from agentrl.rollout.prompts import Conversation
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".agentrl/chat_formats"

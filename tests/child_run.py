@@ -8,9 +8,8 @@ from pathlib import Path
 
 from small_run import STEP, build, write_checkpoint
 
-from agentrl.documents.family import PARENT, Relative
-from agentrl.documents.run import PolicyVersion
-from agentrl.store.admin.fork import Begun, Fork
+from agentrl.documents.run import PARENT, PolicyVersion, Relative
+from agentrl.lab.fork import Begun, Fork
 from agentrl.store.client import Store
 
 

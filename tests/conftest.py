@@ -18,10 +18,10 @@ from warm_python import warm_server
 
 from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import RunConfig
+from agentrl.local.mongod import EmbeddedMongo
 from agentrl.observe.logging import LogWriter
 from agentrl.store import claims
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded.server import EmbeddedMongo
 
 MOST_RERUNS = 3
 """A session fails if more tests than this needed a second run."""

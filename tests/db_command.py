@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from agentrl.cli import db
-from agentrl.cli.db import check_options
 from agentrl.config.schema import RunConfig
-from agentrl.store.admin.check.checks import Checks
+from agentrl.lab.check.checks import Checks
+from agentrl.lab.cli import db
+from agentrl.lab.cli.db import check_options
 from agentrl.store.client import Store
 
 

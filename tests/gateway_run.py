@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
 
-from agentrl.config.agent import GatewayConfig
+from agentrl.config.sampling import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
 from agentrl.data.trajectory_tree import to_training_data
 from agentrl.documents.model_call import DispatchedSamplingTask
@@ -19,8 +19,7 @@ from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, Slot, Task
 from agentrl.documents.training import DBRecordData
 from agentrl.gateway.answerer import Answerer
-from agentrl.gateway.app import GatewayApp
-from agentrl.gateway.host import GatewayHost, GatewayServer
+from agentrl.gateway.app import GatewayApp, GatewayHost, GatewayServer
 from agentrl.rollout.agent_io import Endpoint
 from agentrl.rollout.agents import AGENTS, Agent
 from agentrl.rollout.worker import Worker

@@ -14,12 +14,12 @@ from gateway_run import answerer_of, gateway_task
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
 from rootfs_here import rootfs_with_python
 
-from agentrl.config.agent import GatewayConfig
+from agentrl.config.sampling import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim, Task
-from agentrl.gateway.host import GatewayHost
+from agentrl.gateway.app import GatewayHost
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 

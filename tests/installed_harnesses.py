@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.template_renderer import ChatTemplate, TemplateRenderer
-from agentrl.config.agent import GatewayConfig
+from agentrl.chat.renderer import ChatTemplate, TemplateRenderer
+from agentrl.config.sampling import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
 from agentrl.data.trajectory_tree import to_training_data
 from agentrl.documents.images import Image
@@ -35,12 +35,12 @@ from agentrl.documents.model_call import (
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.training import DBRecordData
-from agentrl.gateway.host import GatewayHost
+from agentrl.gateway.app import GatewayHost
 from agentrl.inference.engine import EncodedIds, Generation, Progress
 from agentrl.rollout.prompts import chain_of
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
-from agentrl.tools.sandbox.local import namespace_problem
+from agentrl.worlds.sandbox.local import namespace_problem
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ROOT / ".harnesses" / "bin"

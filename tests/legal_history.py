@@ -15,20 +15,19 @@ from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import decide_stored
-from agentrl.documents.checkpoint import Checkpoint, CheckpointState
 from agentrl.documents.record import Failure
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import RecordStatus, StopReason, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key
-from agentrl.documents.training import TrainStep
+from agentrl.documents.training import Checkpoint, CheckpointState, TrainStep
 from agentrl.errors import LeaseLostError
-from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store.admin.regroup import NewScore, Reopening, Rescoring
-from agentrl.store.admin.retention import Retention
+from agentrl.lab.regroup import NewScore, Reopening, Rescoring
+from agentrl.lab.retention import Retention
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
-from agentrl.store.selection import Selection
+from agentrl.store.epochs import Selection
 from agentrl.store.training_data import StaleVersions
-from agentrl.weights.model_folder import checksums
+from agentrl.weights.folder import checksums
 
 SPLITS = ("train", "eval")
 GENERATIONS = 2

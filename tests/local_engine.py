@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from agentrl.documents.sampling import SamplingParams
-from agentrl.inference.engines.local.model import Chunk, LocalModel, Slot
-from agentrl.inference.engines.local.sampling import RowSampler
-from agentrl.inference.engines.local.scheduler import GenerationRequest, Scheduler
+from agentrl.local.engine.model import Chunk, LocalModel, Slot
+from agentrl.local.engine.sampling import RowSampler
+from agentrl.local.engine.scheduler import GenerationRequest, Scheduler
 
 
 def cpu_model(folder: Path, dtype: torch.dtype | None = None, **options: Any) -> LocalModel:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from agentrl.store.embedded.server import EmbeddedMongo
+from agentrl.local.mongod import EmbeddedMongo
 
 MEMORY = Path("/dev/shm")
 _PREFIX = "agentrl-tests-"

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from waiting import until
 
-from agentrl.bounded_http import bind
+from agentrl.base.bounded_http import bind
 
 
 class CounterServer:

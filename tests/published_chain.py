@@ -13,7 +13,7 @@ from torch import Tensor
 
 from agentrl.documents.run import PolicyVersion
 from agentrl.weights.delta import SUFFIX, encode
-from agentrl.weights.model_folder import MANIFEST, checksums
+from agentrl.weights.folder import MANIFEST, checksums
 from agentrl.weights.tensor_checksums import TensorChecksum, weights_digest
 
 

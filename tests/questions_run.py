@@ -20,7 +20,7 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.status import CallStatus, RecordStatus, ServiceStatus, StopReason
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
-from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
 
 FAST, SLOW = "http://fast:1", "http://slow:2"

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.template_renderer import ChatTemplate, TemplateRenderer
+from agentrl.chat.renderer import ChatTemplate, TemplateRenderer
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import PartialGeneration, VersionSpan
@@ -23,10 +23,9 @@ from agentrl.errors import ImageError, ToolServerError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EncodedIds, Engine, Generation, Held, Progress
 from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.rollout import ContextManager, Rollout
 from agentrl.rollout.tool_calls import Tools
-from agentrl.rollout.trajectory_calls import TrajectoryCalls
+from agentrl.rollout.trajectory_calls import PendingCall, TrajectoryCalls
 from agentrl.tools.base import OwnSession, Schema, ToolResult, Trajectory, function_schema
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from agentrl.tools.sandbox.local import namespace_problem
+from agentrl.worlds.sandbox.local import namespace_problem
 
 PROGRAMS = (
     *(

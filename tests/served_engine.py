@@ -10,8 +10,7 @@ from pathlib import Path
 
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.commands import engine_command
-from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.inference.engines.commands import EngineProcess, engine_command, free_port
 
 
 @dataclass(frozen=True)

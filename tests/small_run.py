@@ -10,23 +10,22 @@ import numpy as np
 from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig
-from agentrl.documents.checkpoint import STATE, Checkpoint, CheckpointState
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     ToolExecution,
     VersionSpan,
     pack_floats,
     pack_ids,
+    pack_routing,
 )
 from agentrl.documents.record import Failure
-from agentrl.documents.routing import pack_routing
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import CallStatus, RecordStatus, StopReason
 from agentrl.documents.task import Claim, Slot, Task, task_key
-from agentrl.documents.training import TrainStep
-from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.documents.training import STATE, Checkpoint, CheckpointState, TrainStep
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
-from agentrl.weights.model_folder import checksums
+from agentrl.weights.folder import checksums
 
 LEASE = 60.0
 TRAINED, READY, ABANDONED = (task_key("train", 0, name) for name in ("trained", "ready", "abandoned"))

@@ -20,10 +20,10 @@ from agentrl.documents.model_call import (
 from agentrl.documents.record import Record
 from agentrl.documents.run import InferenceService, TrainerLease
 from agentrl.documents.status import RecordStatus, ServiceStatus, StepStatus, StopReason
-from agentrl.snapshot.snapshot import RunSnapshot
+from agentrl.screens.snapshot import RunSnapshot
+from agentrl.screens.views.counts import Disk, Rates
+from agentrl.screens.views.pipelines import EngineRow, StepRow, TrajectoryRow
 from agentrl.store.services import Liveness
-from agentrl.store.views.counts import Disk, Rates
-from agentrl.store.views.rows import EngineRow, StepRow, TrajectoryRow
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
 RECORD_ID = "train/0/task_001/3/1"

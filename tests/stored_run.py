@@ -15,7 +15,7 @@ from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pa
 from agentrl.documents.status import CallStatus, RecordStatus, StopReason
 from agentrl.documents.task import task_key
 from agentrl.documents.training import TrainStep
-from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.scoring.scorers import ScorerContext
 from agentrl.store.client import Store, open_store
 from agentrl.weights.publish import publish_base

@@ -20,8 +20,8 @@ from transformers import (
 
 from agentrl.data.forest import TokenForest, forest_from_data
 from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.documents.column import TokenColumns
 from agentrl.documents.model_call import pack_floats, pack_ids
+from agentrl.documents.record import TokenColumns
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.model.forward import ForwardOptions
 

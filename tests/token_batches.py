@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from agentrl.losses.compute import Denominators, reduce_losses, token_losses
+from agentrl.losses.compute import Denominators, TokenMetrics, measure, reduce_losses, token_losses
 from agentrl.losses.loss import TokenBatch, TokenLosses
 from agentrl.losses.settings import LossSettings
-from agentrl.losses.token_metrics import TokenMetrics, measure
 
 
 def random_batch(

@@ -16,8 +16,8 @@ from agentrl.documents.training import DBRecordData
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS, Agent, run_agent, scorer_context
 from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.rollout import Rollout
+from agentrl.rollout.trajectory_calls import PendingCall
 from agentrl.scoring.scorers import ScoreResult, score_context
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'

@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 _IMPORTED = (
-    "agentrl.cli.main", "agentrl.launch.processes", "agentrl.train.start", "agentrl.train.sft",
-    "agentrl.train.whatif", "agentrl.evaluation.blame", "agentrl.evaluation.evaluate",
-    "agentrl.rollout.sample", "agentrl.teaching.teach", "agentrl.inference.serve",
-    "agentrl.inference.engines.local.server",
-    "agentrl.inference.engines.local.server", "transformers.models.qwen3.modeling_qwen3",
+    "agentrl.cli.main", "agentrl.local.processes", "agentrl.train.start", "agentrl.train.sft",
+    "agentrl.lab.whatif_run", "agentrl.lab.blame", "agentrl.evaluation.evaluate",
+    "agentrl.rollout.setup", "agentrl.teaching.teach", "agentrl.inference.serve",
+    "agentrl.local.engine.server",
+    "agentrl.local.engine.server", "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip
 _READY_SECONDS = 120.0
 _FIRST_FREE = 200

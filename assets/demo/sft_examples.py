@@ -1,6 +1,6 @@
 """Generate conversations with a calculator for fine-tuning; write them to ``assets/sft/*.jsonl``.
 
-    python -m agentrl.shipped_files demo/sft_examples.py
+    python -m agentrl.base.installation demo/sft_examples.py
 
 ``tiny.jsonl`` teaches a model with random weights the form of a tool call and the copying of numbers.
 ``tiny_mixed.jsonl`` adds mistakes, so that reinforcement learning has something to improve.

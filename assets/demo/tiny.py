@@ -1,7 +1,7 @@
 """Make the model of ``agentrl quickstart --tiny``: two Qwen3 layers, warmed up by two phases of SFT.
 
-python -m agentrl.shipped_files demo/tiny.py FOLDER SEED       # the model with random weights alone
-python -m agentrl.shipped_files demo/tiny.py --warmed SEED     # the warmed-up one, in .agentrl/models
+python -m agentrl.base.installation demo/tiny.py FOLDER SEED       # the model with random weights alone
+python -m agentrl.base.installation demo/tiny.py --warmed SEED     # the warmed-up one, in .agentrl/models
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.processes import run_child, tail
 from agentrl.cli.main import run
 from agentrl.errors import ModelError
-from agentrl.processes import run_child, tail
 from demo.sft_examples import tiny_sft_conversations
 from demo.smollm import CHAT_TEMPLATE, install_template
 from demo.tasks import QUESTION, call_text, tiny_expressions
@@ -68,7 +68,7 @@ def prepare_tiny_model(seed: int, report: Callable[[str], None]) -> Path:
 def _make(seed: int, folder: Path, scratch: Path, report: Callable[[str], None]) -> None:
     report(f"making a two-layer model with seed {seed} in {folder}, once")
     model = scratch / "random"
-    _run(["-m", "agentrl.shipped_files", "demo/tiny.py", str(model), str(seed)], BUILD_SECONDS)
+    _run(["-m", "agentrl.base.installation", "demo/tiny.py", str(model), str(seed)], BUILD_SECONDS)
     for number, phase in enumerate(PHASES):
         report(f"supervised warm-up: {phase.steps} steps on {phase.name}")
         file = scratch / f"phase{number}.jsonl"
@@ -126,7 +126,7 @@ def build_tiny_model(
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-    from agentrl.weights.model_folder import atomic_model_folder
+    from agentrl.weights.folder import atomic_model_folder
 
     tokenizer = _tokenizer(_corpus() if corpus is None else corpus, whole_numbers=whole_numbers)
     tokenizer.model_max_length = context_tokens

@@ -1,6 +1,6 @@
 """Serve a unit converter as an MCP server over HTTP.
 
-python -m agentrl.shipped_files demo/units.py --port 8765
+python -m agentrl.base.installation demo/units.py --port 8765
 """
 
 from __future__ import annotations

@@ -11,11 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from agentrl.base.processes import (
+    StoppedBySignalError,
+    SupervisedProcess,
+    Supervisor,
+    raise_on_signals,
+    run_child,
+    start_child,
+    stop_child,
+    thread_limits,
+)
 from agentrl.config.schema import RunConfig
-from agentrl.processes import run_child, start_child, stop_child, thread_limits
+from agentrl.local.mongod import EmbeddedMongo
 from agentrl.store.client import open_store
-from agentrl.store.embedded.server import EmbeddedMongo
-from agentrl.supervise import StoppedBySignalError, SupervisedProcess, Supervisor, raise_on_signals
 
 COMMAND_SECONDS = 1200.0
 SERVER_SECONDS = 60.0

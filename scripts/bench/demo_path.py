@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from agentrl.shipped_files import shipped_files
+from agentrl.base.installation import shipped_files
 
 sys.path.append(str(shipped_files()))

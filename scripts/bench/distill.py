@@ -41,8 +41,8 @@ from commands import agentrl, command, database, environment
 from demo.tiny import build_tiny_model
 from harness import Row, bench_parser, finish
 
+from agentrl.base.processes import signal_session, start_child, stop_children, tail
 from agentrl.config.schema import RunConfig
-from agentrl.processes import signal_session, start_child, stop_children, tail
 from agentrl.store.client import Store, open_store
 
 LEVEL, SPAN = 0.9, 3

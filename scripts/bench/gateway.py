@@ -34,7 +34,7 @@ from rollout import make_model
 from rollout_engine import WORDS, text_of
 from store_fixtures import run_database
 
-from agentrl.documents.gateway import GatewaySession
+from agentrl.documents.record import GatewaySession
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import RecordStatus, ServiceStatus
 from agentrl.documents.task import Slot, Task

@@ -33,7 +33,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from agentrl.processes import run_child, tail
+from agentrl.base.processes import run_child, tail
 
 ROOT = Path(__file__).parents[2]
 CHILD = Path(__file__).with_name("gpu_check_child.py")

@@ -31,7 +31,7 @@ import torch
 from train_workload import Group
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from agentrl.atomic_folder import begin_folder
+from agentrl.base.atomic_folder import begin_folder
 from agentrl.config.load import Configs
 from agentrl.config.schema import GROUPS as FLAG_GROUPS
 
@@ -40,13 +40,12 @@ from tiny_policy import tiny_tokenizer
 
 from agentrl.config.schema import EngineConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from agentrl.distributed.fsdp import choose_reduction
-from agentrl.distributed.world import World, single_process
+from agentrl.distributed.mesh import World, single_process
 from agentrl.documents.training import DBRecordData
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.commands import engine_command
-from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.inference.engines.commands import EngineProcess, engine_command, free_port
+from agentrl.local.mongod import EmbeddedMongo
 from agentrl.store.client import open_store
-from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.train.build import build_trainer
 from agentrl.train.controller import lead
 from agentrl.weights.publish import PublishTarget, publish, publish_base

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.environments.base import ENVIRONMENTS, TaskRequest
-from agentrl.environments.tasks import Address
-from agentrl.environments.textarena import Game
+from agentrl.rollout.load_tasks import Address
+from agentrl.worlds.textarena import Game
 
 CONFIGS = Path(__file__).parent / "configs"
 GAME = "FrozenLake-v0"

@@ -33,8 +33,7 @@ from transformers.distributed import DistributedConfig
 from agentrl.config.schema import ModelConfig, TrainConfig
 from agentrl.distributed.apply import parallelize
 from agentrl.distributed.load_shards import load_shards
-from agentrl.distributed.mesh import build_mesh, plan_layout
-from agentrl.distributed.world import leave_processes
+from agentrl.distributed.mesh import build_mesh, leave_processes, plan_layout
 from agentrl.model.forward import check_model
 from agentrl.model.load import empty_model, load_model
 

@@ -32,11 +32,11 @@ from agentrl.config.schema import OptimConfig
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
-from agentrl.inference.engines.local.linears import round_to_fp8
+from agentrl.local.engine.linears import round_to_fp8
 from agentrl.losses.settings import LossSettings
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
-from agentrl.scoring.advantages import estimate
+from agentrl.scoring.groups import estimate
 from agentrl.train.optimizer import build_optimizer, build_scheduler
 from agentrl.train.step import PolicyTrainer
 
@@ -229,7 +229,7 @@ def print_table(results: Mapping[tuple[str, int], Sequence[Run]]) -> None:
 
 def plot(results: Mapping[tuple[str, int], Sequence[Run]], out: Path) -> None:
     """Plot the reward over the steps, one panel per staleness. Faint lines are single seeds."""
-    from agentrl.observe.plotting import finish, new_figure, save_figure
+    from agentrl.screens.plotting import finish, new_figure, save_figure
 
     figure = new_figure(10.0, 3.6)
     panels = figure.subplots(1, len(STALENESS), sharey=True)

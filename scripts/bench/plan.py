@@ -29,10 +29,8 @@ from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from agentrl.distributed.apply import parallelize
 from agentrl.distributed.expert_parallel import Dispatch
-from agentrl.distributed.mesh import Layout, build_mesh
-from agentrl.distributed.world import leave_processes
-from agentrl.model.flops import Stopwatch
-from agentrl.model.precision import Precision
+from agentrl.distributed.mesh import Layout, build_mesh, leave_processes
+from agentrl.model.flops import Precision, Stopwatch
 from agentrl.train.optimizer import build_optimizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))

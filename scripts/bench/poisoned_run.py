@@ -22,17 +22,17 @@ from commands import command, environment
 from demo.tiny import build_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentrl.chat.conversation import Conversation
+from agentrl.base.processes import start_child
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import GroupConfig, ModelConfig
 from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
 from agentrl.documents.run import Evaluation
 from agentrl.documents.status import CallStatus, RecordStatus, StopReason
 from agentrl.documents.task import Claim, Slot, Task, task_key
-from agentrl.evaluation.identity import digest_tasks
+from agentrl.evaluation.evaluate import digest_tasks
 from agentrl.evaluation.report import results_of
-from agentrl.processes import start_child
-from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.rollout.housekeeping import GroupFinalizer
+from agentrl.rollout.prompts import Conversation
 from agentrl.scoring.evaluation import Prices
 from agentrl.store.client import Store
 

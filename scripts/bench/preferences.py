@@ -29,10 +29,10 @@ from demo.tasks import QUESTION, tiny_expressions
 from harness import bench_parser
 from learning import Pairs, cells, paired, rises, scores
 
+from agentrl.base.installation import shipped_files
 from agentrl.config.schema import RunConfig
-from agentrl.launch.demo import SERVERS_FILE, demo_model
+from agentrl.local.processes import SERVERS_FILE, demo_model
 from agentrl.scoring.evaluation import difference
-from agentrl.shipped_files import shipped_files
 from agentrl.store.client import open_store
 
 RECIPE = shipped_files() / "configs" / "quickstart-tiny.yml"

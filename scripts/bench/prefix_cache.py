@@ -33,8 +33,7 @@ from agentrl.errors import ConfigError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import Generation
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.commands import engine_command
-from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.inference.engines.commands import EngineProcess, engine_command, free_port
 from agentrl.inference.session import EngineRouter
 
 ENGINES = 2

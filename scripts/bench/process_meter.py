@@ -61,7 +61,7 @@ class Meter(threading.Thread):
 def _kind(command: Sequence[str]) -> str:
     words = " ".join(command)
     named = {
-        "agentrl.inference.engines.local": "engine", "agentrl train": "trainer", "agentrl sample": "sampler",
+        "agentrl.local.engine": "engine", "agentrl train": "trainer", "agentrl sample": "sampler",
         "mongod": "mongod", "time_to_reward_trl": "TRL",
     }  # fmt: skip
     return next((kind for part, kind in named.items() if part in words), "other")

@@ -25,18 +25,18 @@ from train_workload import SMOLLM
 
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import ModelConfig, RunConfig, TrainConfig
-from agentrl.distributed.world import single_process
+from agentrl.distributed.mesh import single_process
 from agentrl.documents.base import now
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import ServiceStatus
-from agentrl.model.precision import Precision
+from agentrl.model.flops import Precision
 from agentrl.store.client import Store, open_store
 from agentrl.train.build import build_trainer
 from agentrl.train.controller import Controller, lead
 from agentrl.train.folders import run_folders
 from agentrl.train.lease import TrainerLease, hold_lease
 from agentrl.train.publishing import DeviceTurns, Progress, Publisher
-from agentrl.weights.model_folder import checksums, complete_folder
+from agentrl.weights.folder import checksums, complete_folder
 from agentrl.weights.publish import publish_base
 
 CHANGED = 0.013
@@ -211,7 +211,7 @@ def train_on_texts(wanted: dict[str, Any]) -> dict[str, Any]:
     """Train float32 weights on texts at 1e-6; return the bytes of each step's delta in bfloat16."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from agentrl.shipped_files import shipped_files
+    from agentrl.base.installation import shipped_files
     from agentrl.weights.delta import encode
 
     folder = Path(wanted["folder"])

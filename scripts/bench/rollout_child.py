@@ -22,8 +22,7 @@ from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import Slot, Task, task_key
-from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.rollout.housekeeping import collect_garbage_less_often
+from agentrl.rollout.housekeeping import GroupFinalizer, collect_garbage_less_often
 from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import open_worker, sampler_config
 from agentrl.store.client import open_store

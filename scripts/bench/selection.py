@@ -41,9 +41,9 @@ from selection_policy import Policy, Trajectory
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.record import Record
 from agentrl.documents.task import Begin
-from agentrl.scoring.difficulty import LIMIT, Trials, estimate_ability, pass_probability
+from agentrl.scoring.evaluation import LIMIT, Trials, estimate_ability, pass_probability
 from agentrl.scoring.groups import decide_group, summarize
-from agentrl.store.selection import (
+from agentrl.store.epochs import (
     ORDER,
     PASS_RATE,
     RECENT_GROUPS,

@@ -24,13 +24,12 @@ import pymongo.monitoring
 from pymongo import AsyncMongoClient
 from store_fixtures import SPLIT, make_call, make_tasks
 
-from agentrl.concurrency import background
+from agentrl.base.concurrency import background
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, RunConfig, SamplingConfig, ToolConfig
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Claim
-from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.rollout.housekeeping import EpochPlan
+from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store, open_store

@@ -35,9 +35,9 @@ from time_to_reward_trl import SETTINGS
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import StepStatus
-from agentrl.launch.demo import demo_model
+from agentrl.local.mongod import EmbeddedMongo
+from agentrl.local.processes import demo_model
 from agentrl.store.client import open_existing
-from agentrl.store.embedded.server import EmbeddedMongo
 
 ROOT = Path(__file__).parents[2]
 TRL_CHILD = Path(__file__).with_name("time_to_reward_trl.py")
@@ -230,7 +230,7 @@ def ratios(runs: Sequence[Run], level: float) -> dict[str, float]:
 
 def plot(runs: Sequence[Run], out: Path) -> None:
     """Draw reward over seconds."""
-    from agentrl.observe.plotting import COLORS, finish, new_figure, save_figure
+    from agentrl.screens.plotting import COLORS, finish, new_figure, save_figure
 
     figure = new_figure(8.0, 4.2)
     axes = figure.subplots()

@@ -95,7 +95,7 @@ def train(
     from trl import GRPOConfig, GRPOTrainer
     from trl.chat_template_utils import qwen3_schema, qwen3_template
 
-    from agentrl.model.precision import bfloat16_speed
+    from agentrl.model.flops import bfloat16_speed
 
     class Writer(TrainerCallback):
         """Writes each step's reward, and stops at the time limit."""

@@ -27,7 +27,7 @@ from agentrl.documents.task import Slot, Task, record_key, task_key
 from agentrl.documents.training import DBRecordData, TrainStep
 from agentrl.scoring.groups import decide_group
 from agentrl.store.client import Store
-from agentrl.store.names import SETTINGS
+from agentrl.store.mechanics.connection import SETTINGS
 
 SPLIT: Final = "train"
 GENERATIONS: Final = 8

@@ -24,9 +24,9 @@ from pathlib import Path
 from large_run import LargeRun, write
 from run_services import run_config
 
-from agentrl.concurrency import background
+from agentrl.base.concurrency import background
+from agentrl.local.mongod import EmbeddedMongo
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded.server import EmbeddedMongo
 
 RUN = "count_with_python"
 SMALL_RUN = "count_lower_rate"

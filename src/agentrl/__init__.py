@@ -30,12 +30,11 @@ if TYPE_CHECKING:
     from agentrl.rollout.agent_io import Outcome
     from agentrl.rollout.agents import agent
     from agentrl.rollout.context import context_manager
-    from agentrl.rollout.model_call import Turn
     from agentrl.rollout.rollout import FixedModel, Role, Rollout
-    from agentrl.scoring.advantages import advantage
-    from agentrl.scoring.groups import ScoredGroup, group_filter
+    from agentrl.rollout.trajectory_calls import Turn
+    from agentrl.scoring.groups import ScoredGroup, advantage, group_filter
     from agentrl.scoring.scorers import ScoredCall, ScorerContext, ScoreResult, scorer
-    from agentrl.store.notebook import Store
+    from agentrl.screens.notebook import Store
     from agentrl.tools.python import tool
 
 __all__ = [
@@ -64,13 +63,13 @@ _MODULES = {
     "ServerFullError": "errors",
     "SessionLostError": "errors",
     "StopReason": "documents.status",
-    "Store": "store.notebook",
+    "Store": "screens.notebook",
     "TaskRequest": "environments.base",
     "TokenBatch": "losses.loss",
     "TokenLosses": "losses.loss",
     "ToolCall": "chat.parsers.base",
-    "Turn": "rollout.model_call",
-    "advantage": "scoring.advantages",
+    "Turn": "rollout.trajectory_calls",
+    "advantage": "scoring.groups",
     "agent": "rollout.agents",
     "context_manager": "rollout.context",
     "convert_arguments": "chat.parsers.arguments",

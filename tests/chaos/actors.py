@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.processes import ChildProcess, signal_session, stop_child, tail, thread_limits
+from agentrl.base.processes import ChildProcess, signal_session, stop_child, tail, thread_limits
 
 logger = logging.getLogger(__name__)
 

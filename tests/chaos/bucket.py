@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agentrl.processes import free_port, start_child, stop_child
+from agentrl.base.processes import free_port, start_child, stop_child
 from chaos.proxy import HOST, Proxy
 
 _START_SECONDS = 60.0

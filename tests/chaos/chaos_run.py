@@ -77,7 +77,7 @@ class ChaosRun:
         command = [
             sys.executable,
             "-m",
-            "agentrl.shipped_files",
+            "agentrl.base.installation",
             "demo/tiny.py",
             str(self._model),
             str(self.seed),

@@ -148,7 +148,7 @@ async def run_container_kills(
         next_one = [
             sys.executable,
             "-c",
-            "from agentrl.atomic_folder import *; scratch_folder('next').rmdir()",
+            "from agentrl.base.atomic_folder import *; scratch_folder('next').rmdir()",
         ]
         own = {**environment(), "TMPDIR": str(scene.scratch)}
         await asyncio.to_thread(subprocess.run, next_one, check=True, timeout=60, env=own)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from agentrl.errors import AgentRLError
-from agentrl.store.embedded.server import EmbeddedMongo, uri
+from agentrl.local.mongod import EmbeddedMongo, uri
 from chaos.proxy import HOST, Proxy
 from chaos.replica_set import ReplicaSet
 

@@ -27,9 +27,9 @@ from pathlib import Path
 import psutil
 import yaml
 
+from agentrl.base.processes import ChildProcess, free_port
 from agentrl.config.schema import RunConfig
 from agentrl.documents.task import Slot, Task
-from agentrl.processes import ChildProcess, free_port
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 from chaos.actors import environment

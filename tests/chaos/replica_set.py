@@ -12,7 +12,7 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
 from agentrl.errors import StoreError
-from agentrl.store.embedded.server import (
+from agentrl.local.mongod import (
     REPLICA_SET,
     Credentials,
     PortTakenError,

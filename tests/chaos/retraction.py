@@ -31,9 +31,9 @@ from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
 from agentrl.documents.status import CallStatus, RecordStatus, StopReason
 from agentrl.documents.task import Claim, Slot, Task, record_key, task_key
-from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.local.mongod import EmbeddedMongo
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.store.mechanics import blobs
 from agentrl.weights.publish import publish_base
 from chaos.actors import environment
@@ -213,8 +213,8 @@ def compare(plan: Plan) -> Result:
                 await fill(store, plan)
 
     async def choose() -> tuple[tuple[str, ...], tuple[tuple[Any, ...], ...]]:
-        from agentrl.store.admin.dataset import TrajectoryDataset
-        from agentrl.store.admin.transfer import Transfer
+        from agentrl.lab.dataset import TrajectoryDataset
+        from agentrl.lab.transfer import Transfer
 
         async with await open_store(plan.config("retracted")) as store:
             before = await trained(store)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import httpx2
 
+from agentrl.base.processes import ChildProcess, free_port, stop_child
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.errors import AgentRLError
-from agentrl.processes import ChildProcess, free_port, stop_child
 from agentrl.store.client import Store
 from chaos.actors import environment
 from chaos.database import SingleServer
@@ -48,7 +48,7 @@ class Scene:
     def prepare(self) -> None:
         """Write the model and the configuration, and define the processes. Call it after ``mongo.start``."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "agentrl.shipped_files", "demo/tiny.py", str(self._model), "0"]
+        command = [sys.executable, "-m", "agentrl.base.installation", "demo/tiny.py", str(self._model), "0"]
         subprocess.run(command, check=True, timeout=_BUILD_SECONDS, env=environment())
         tools = {"servers": {"units": {"url": f"http://{HOST}:{self._ports['tools']}/mcp"}}}
         (self.folder / "mcp.yml").write_text(json.dumps(tools), encoding="utf-8")
@@ -62,7 +62,7 @@ class Scene:
             "tools": (
                 ("-m", services, "manager", str(self._ports["tools"]))
                 if self._has_manager
-                else ("-m", "agentrl.shipped_files", "demo/units.py", "--port", str(self._ports["tools"]))
+                else ("-m", "agentrl.base.installation", "demo/units.py", "--port", str(self._ports["tools"]))
             ),
             **dict.fromkeys(("sampler-0", "sampler-1"), ("-m", "agentrl", "sample", *self._flags())),
         }

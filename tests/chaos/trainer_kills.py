@@ -23,13 +23,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentrl.base.processes import (
+    StoppedBySignalError,
+    raise_on_signals,
+    signal_session,
+    start_child,
+    stop_children,
+    tail,
+)
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import DataStatus
 from agentrl.errors import AgentRLError
-from agentrl.processes import signal_session, start_child, stop_children, tail
+from agentrl.local.mongod import EmbeddedMongo
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded.server import EmbeddedMongo
-from agentrl.supervise import StoppedBySignalError, raise_on_signals
 from chaos.actors import environment
 
 GROUPS_PER_STEP = 2
@@ -92,7 +98,7 @@ def compare(plan: Plan) -> tuple[Trained, Trained, int]:
     model = [
         sys.executable,
         "-m",
-        "agentrl.shipped_files",
+        "agentrl.base.installation",
         "demo/tiny.py",
         str(plan.folder / "model"),
         str(plan.seed),

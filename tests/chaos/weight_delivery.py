@@ -33,8 +33,8 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus, TaskStatus, VersionStatus
 from agentrl.documents.task import Task
 from agentrl.inference.client import EngineClient
+from agentrl.local.mongod import EmbeddedMongo
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.weights.tensor_checksums import TensorChecksum, weights_digest
 from chaos.actors import Actor, environment
 from chaos.bucket import Bucket

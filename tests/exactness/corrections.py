@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.config.loss import OLD_LOGPROBS, OldLogprobs
+from agentrl.config.training import OLD_LOGPROBS, OldLogprobs
 from agentrl.losses.loss import LOSSES
 
 _MASKS = ("icepop:0.5:4", "token_mask:0.5:3", "seq_mask:0.7:1.5", "seq_kl:0.6")

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from agentrl.config.loss import OldLogprobs
+from agentrl.config.training import OldLogprobs
 from agentrl.data.planner import PrefixMerging
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from agentrl.config.schema import AdapterConfig, LossConfig, MemoryConfig, OptimConfig
-from agentrl.model.precision import Precision
+from agentrl.model.flops import Precision
 from fake_gpu.rank_step import StepSpec
 
 LAYERS, HIDDEN, INNER, VOCABULARY = 3, 256, 512, 4096

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from agentrl.documents.sampling import SamplingParams
-from agentrl.inference.engines.local import model as engine
-from agentrl.inference.engines.local.model import ATTENTION, Slot
-from agentrl.inference.engines.local.sampling import RowSampler, sample
+from agentrl.local.engine import model as engine
+from agentrl.local.engine.model import ATTENTION, Slot
+from agentrl.local.engine.sampling import RowSampler, sample
 from agentrl.model.attention.sdpa import set_attention
 from agentrl.model.load import allocate
 from fake_gpu.fake_cuda import GpuMemory, Recorder, cuda_stubs

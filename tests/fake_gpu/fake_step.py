@@ -29,9 +29,8 @@ from agentrl.distributed.mesh import Layout, Mesh
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.losses.settings import LossSettings
 from agentrl.model.attention import flex
-from agentrl.model.flops import Stopwatch
+from agentrl.model.flops import Precision, Stopwatch
 from agentrl.model.load import allocate
-from agentrl.model.precision import Precision
 from agentrl.train import step as trainer_step
 from agentrl.train.optimizer import build_optimizer
 from agentrl.train.step import FrozenLogprobs, Reference, forward_backward

@@ -26,14 +26,14 @@ from agentrl.distributed.apply import parallelize
 from agentrl.distributed.mesh import Layout
 from agentrl.distributed.parallel_model import ForestLoss, ParallelModel
 from agentrl.errors import ModelError
+from agentrl.local.plan import memory
+from agentrl.local.plan.memory import ModelNumbers
 from agentrl.losses.compute import Denominators, reduce_losses, token_losses
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import ModelShape, Stopwatch
 from agentrl.model.forward import list_kinds
 from agentrl.model.load import allocate, disable_dropout
 from agentrl.model.lora import add_adapter
-from agentrl.plan import memory
-from agentrl.plan.model import ModelNumbers
 from agentrl.train.build import enable_checkpointing
 from agentrl.train.optimizer import build_optimizer, freeze
 from agentrl.train.step import token_batch

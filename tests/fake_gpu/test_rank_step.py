@@ -13,8 +13,8 @@ from tiny_models import tiny_model
 from agentrl.config.schema import LossConfig
 from agentrl.distributed.mesh import Layout
 from agentrl.errors import ConfigError
+from agentrl.model.flops import Precision
 from agentrl.model.forward import ForwardOptions
-from agentrl.model.precision import Precision
 from fake_gpu.layer_kinds import Depth, extrapolate
 from fake_gpu.memory_tracker import Peak, Segment
 from fake_gpu.rank_step import StepSpec, measure_step

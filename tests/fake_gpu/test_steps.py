@@ -12,10 +12,9 @@ from training_data import training_configs
 
 from agentrl.config.schema import AdapterConfig, TrainConfig
 from agentrl.distributed.expert_parallel import check_experts
-from agentrl.distributed.mesh import Layout
-from agentrl.distributed.world import World
+from agentrl.distributed.mesh import Layout, World
 from agentrl.errors import ConfigError
-from agentrl.model.precision import Precision
+from agentrl.model.flops import Precision
 from agentrl.train.build import build_trainer
 from fake_gpu.cases import BATCHES, HIDDEN, LAYERS, LAYOUTS, MODELS, RANK, TOKENS, Case, layouts
 from fake_gpu.closed_forms import Collectives, expected

@@ -19,12 +19,12 @@ from tiny_policy import write_tiny_policy
 
 from agentrl.config.load import parse
 from agentrl.config.schema import AgentConfig, RunConfig, TaskConfig, ToolConfig
-from agentrl.data.rescore import RescoreOptions, rescore_run
 from agentrl.documents.status import RecordStatus
+from agentrl.lab.rescore import RescoreOptions, rescore_run
 from agentrl.observe.terminal import stdout_console
-from agentrl.snapshot.trajectory_page import render_trajectory
+from agentrl.screens.trajectory_page import render_trajectory
+from agentrl.screens.views.read import WholeTrajectory
 from agentrl.store.client import Store
-from agentrl.store.views.read import WholeTrajectory
 from agentrl.tools.pool import ToolPool
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("quick")]

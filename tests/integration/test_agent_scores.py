@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from test_sampling import Setting, quick, task
 
-from agentrl.data.rescore import RescoreOptions, rescore_run
 from agentrl.documents.status import RecordStatus, StopReason
+from agentrl.lab.rescore import RescoreOptions, rescore_run
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import agent
 from agentrl.rollout.rollout import Rollout

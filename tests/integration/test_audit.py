@@ -36,9 +36,9 @@ from agentrl.documents.status import (
 from agentrl.documents.task import Task, record_key, task_key
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainStep
 from agentrl.errors import StoreError
-from agentrl.snapshot.snapshot import SnapshotReader
+from agentrl.local.mongod import EmbeddedMongo
+from agentrl.screens.snapshot import SnapshotReader
 from agentrl.store.client import open_existing, open_store
-from agentrl.store.embedded.server import EmbeddedMongo
 
 pytestmark = pytest.mark.integration
 

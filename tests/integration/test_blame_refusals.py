@@ -11,17 +11,17 @@ from small_run import add_task, claim, publish, score
 from tiny_policy import write_tiny_policy
 from training_data import training_configs
 
-from agentrl.cli.blame import main
 from agentrl.config.agreement import public_flags
-from agentrl.config.blame import BlameConfig
 from agentrl.config.load import Configs
 from agentrl.config.schema import GroupConfig, ModelConfig, RunConfig
 from agentrl.documents.run import Evaluation
 from agentrl.documents.training import StepOrigin, TrainStep
 from agentrl.errors import ConfigError
-from agentrl.evaluation.blame import blame
 from agentrl.evaluation.progress import Progress
-from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.lab.blame import blame
+from agentrl.lab.cli.blame import main
+from agentrl.lab.flags import BlameConfig
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

@@ -27,7 +27,7 @@ from agentrl.documents.task import Claim, Slot, Task
 from agentrl.inference.engines.clients import engine_client
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import load_policy
-from agentrl.rollout.model_call import PendingCall
+from agentrl.rollout.trajectory_calls import PendingCall
 from agentrl.store.groups import GroupOutcome, StoredGroup
 from agentrl.train.step import forward_backward
 

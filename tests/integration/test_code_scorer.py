@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from agentrl.errors import ScorerError
-from agentrl.scoring.code import program_of, read_tests
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, run_scorer
+from agentrl.worlds.code import program_of, read_tests
 
 pytestmark = pytest.mark.integration
 

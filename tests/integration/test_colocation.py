@@ -12,22 +12,22 @@ import pytest
 from engine_policy import save_model
 from waiting import until
 
+from agentrl.base.device_lease import DeviceLease, leased_devices
 from agentrl.config.schema import RunConfig
-from agentrl.device_lease import DeviceLease, leased_devices
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
 from agentrl.inference.session import EngineRouter
+from agentrl.local.mongod import EmbeddedMongo
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded.server import EmbeddedMongo
-from agentrl.weights.model_folder import write_manifest
+from agentrl.weights.folder import write_manifest
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 LONG = SamplingParams(max_new_tokens=1500, extra={"ignore_eos": True})
 TRAINER = """
 import asyncio, sys
-from agentrl.device_lease import DeviceLease, leased_devices
+from agentrl.base.device_lease import DeviceLease, leased_devices
 asyncio.run(DeviceLease(leased_devices(sys.argv[1]), "the trainer").acquire(urgent=True))
 print("has it", flush=True)
 sys.stdin.read()

@@ -20,25 +20,24 @@ from rollout_fakes import ScriptedEngine, format_of
 from test_sampling import Setting, quick, task, until
 from tiny_policy import write_tiny_policy
 
-from agentrl.config.agent import AgentConfig, GatewayConfig
 from agentrl.config.load import parse
+from agentrl.config.sampling import AgentConfig, GatewayConfig
 from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig, SamplingConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import CONVERSATIONS, Slot
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, RunMissingError, StoreUnavailableError
-from agentrl.gateway.app import GatewayApp
-from agentrl.gateway.conversations import Conversations, require_key
+from agentrl.gateway.app import GatewayApp, GatewayServer
 from agentrl.gateway.feedback import give_feedback
-from agentrl.gateway.host import GatewayServer
 from agentrl.gateway.request import GatewayError
+from agentrl.gateway.serve import Conversations, require_key
+from agentrl.lab.runs import RunAdmin, rename_run
 from agentrl.observe.begin_run import begin_run
 from agentrl.rollout import scoring as scoring_module
-from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.rollout.outages import Outages
 from agentrl.rollout.scoring import Scoring, score_queued
-from agentrl.store.admin.runs import RunAdmin, rename_run
 from agentrl.store.client import Store, open_connection
 
 pytestmark = pytest.mark.integration

@@ -30,12 +30,11 @@ from transformers import AutoModelForCausalLM
 from waiting import until
 from written_adapter import write_served
 
-from agentrl.chat.parsers.reasoning import THINK
+from agentrl.chat.parsers.base import THINK
 from agentrl.config.schema import AdapterConfig, AgentConfig, EngineConfig, ModelConfig
-from agentrl.documents.model_call import VersionSpan
+from agentrl.documents.model_call import SamplingMask, VersionSpan
 from agentrl.documents.run import InferenceService, LiveWeights, PolicyVersion
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, ConfigError, EngineError, PublishError
 from agentrl.gateway.answerer import CallShape, grammar_of
@@ -43,13 +42,12 @@ from agentrl.gateway.request import GatewayRequest
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EngineInterruptedError, EngineRefusedError, Generation
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.commands import engine_command, has_gpu
-from agentrl.inference.engines.process import EngineProcess, free_port
-from agentrl.inference.live_weights import LiveLoader
+from agentrl.inference.engines.commands import EngineProcess, engine_command, free_port, has_gpu
+from agentrl.inference.served_engine import LiveLoader
 from agentrl.inference.session import EngineRouter
 from agentrl.model.lora import add_adapter
 from agentrl.rollout.prompts import Budget
-from agentrl.teaching.engines import FolderTeacher, HttpTeacher
+from agentrl.teaching.teacher import FolderTeacher, HttpTeacher
 from agentrl.weights.live import LiveHolder
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]

@@ -20,11 +20,9 @@ from agentrl.errors import ConfigError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import Generation
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.commands import engine_command
-from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.inference.engines.commands import EngineProcess, engine_command, free_port
 from agentrl.model.load import load_policy
-from agentrl.weights.folder import stored_dtype
-from agentrl.weights.model_folder import complete_folder
+from agentrl.weights.folder import complete_folder, stored_dtype
 from agentrl.weights.snapshot import write_alone
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

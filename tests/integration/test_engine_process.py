@@ -22,8 +22,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, EngineError
 from agentrl.inference.client import EngineClient
-from agentrl.inference.engines.commands import EngineCommand
-from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
+from agentrl.inference.engines.commands import EngineCommand, EngineProcess, free_port, require_free_port
 from agentrl.inference.session import EngineRouter
 
 pytestmark = pytest.mark.integration
@@ -39,7 +38,7 @@ PARENT = f"""
 import subprocess, sys
 from pathlib import Path
 from agentrl.inference.engines.commands import EngineCommand
-from agentrl.inference.engines.process import EngineProcess
+from agentrl.inference.engines.commands import EngineProcess
 command = EngineCommand([sys.executable, "-c", {SERVER!r}])
 process = EngineProcess(command, Path(sys.argv[1]))
 print(process.pid, flush=True)

@@ -15,10 +15,10 @@ from test_sampling import Setting, quick, task
 
 from agentrl.cli import tasks as tasks_command
 from agentrl.config.schema import RunConfig, SamplingConfig, TaskConfig, ToolConfig
-from agentrl.data.rescore import RescoreOptions, rescore_run
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, TaskFileError
+from agentrl.lab.rescore import RescoreOptions, rescore_run
 from agentrl.rollout.preflight import probe
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool

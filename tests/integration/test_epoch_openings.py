@@ -15,9 +15,9 @@ from test_sampling import Setting, quick, right_then_wrong, task
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import TaskStatus
 from agentrl.errors import StoreUnavailableError
+from agentrl.local.mongod import EmbeddedMongo
 from agentrl.store import epochs
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded.server import EmbeddedMongo
 
 pytestmark = pytest.mark.integration
 __all__ = ["quick"]

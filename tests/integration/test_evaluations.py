@@ -24,12 +24,11 @@ from agentrl.config.schema import JsonFlags, RunConfig
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import EvaluationStatus
 from agentrl.errors import ConfigError, EngineError, ModelError, TaskFileError
-from agentrl.evaluation.evaluate import evaluate
-from agentrl.evaluation.identity import identify
+from agentrl.evaluation.evaluate import evaluate, identify
 from agentrl.evaluation.policy import Policy
 from agentrl.evaluation.report import compare, report
 from agentrl.store.client import Store
-from agentrl.weights.model_folder import checksums
+from agentrl.weights.folder import checksums
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

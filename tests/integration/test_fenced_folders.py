@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.atomic_folder import begin_folder
+from agentrl.base.atomic_folder import begin_folder
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import LeaseLostError
@@ -19,7 +19,7 @@ from agentrl.store.client import Store
 from agentrl.train.lease import TrainerLease
 from agentrl.weights import publish as publishing
 from agentrl.weights import storage
-from agentrl.weights.model_folder import checksums, complete_folder, verify
+from agentrl.weights.folder import checksums, complete_folder, verify
 from agentrl.weights.publish import PublishTarget, publish, publish_base
 from agentrl.weights.snapshot import Written
 from agentrl.weights.tensor_checksums import TensorChecksum

@@ -12,15 +12,15 @@ from forked import run_forked
 from test_train_loop import GROUPS, Run, base, run, steps_of, told
 from training_data import group
 
-from agentrl.cli import fork
 from agentrl.config.schema import ModelConfig, RunConfig
 from agentrl.documents.status import TaskStatus
 from agentrl.errors import ConfigError, StoreError
 from agentrl.inference.served_engine import starting_weights
-from agentrl.store.admin.runs import RunAdmin
+from agentrl.lab.cli import fork
+from agentrl.lab.runs import RunAdmin
 from agentrl.store.client import run_exists
+from agentrl.weights.folder import verify
 from agentrl.weights.local_copy import LocalCopy
-from agentrl.weights.model_folder import verify
 
 __all__ = ["base", "run"]
 
@@ -30,7 +30,7 @@ PLACES = ("Ancestry.adopt", "Fork._copy_versions", "Fork._copy_tasks")
 KILLED = """
 import os, signal, sys
 from agentrl.cli.main import main
-from agentrl.store.admin.fork import Ancestry, Fork
+from agentrl.lab.fork import Ancestry, Fork
 kind, name = {place!r}.split(".")
 owner = {{"Ancestry": Ancestry, "Fork": Fork}}[kind]
 work = getattr(owner, name)

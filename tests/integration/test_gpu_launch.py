@@ -27,7 +27,7 @@ words, records = sys.orig_argv, pathlib.Path(os.environ["STUB_RECORDS"])
 names = ["serve", "sample", "agentrl.train", "train", "eval"]
 name = next((name for name in names if name in words[1:5]), None)
 if "launch" in words[1:4]:
-    from agentrl import device_lease
+    from agentrl.base import device_lease
 
     device_lease.has_gpu = lambda: True
 elif any("get_device_properties" in word for word in words):

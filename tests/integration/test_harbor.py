@@ -13,23 +13,23 @@ import pytest
 from rollout_fakes import ScriptedEngine, format_of
 from rootfs_here import make_rootfs, rootfs_problem
 
-from agentrl.config.containers import ContainerConfig
 from agentrl.config.load import parse
+from agentrl.config.sampling import ContainerConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, ToolConfig
-from agentrl.dashboard.pages.trajectories import verdicts_of
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, StopReason
-from agentrl.environments.harbor import machine
-from agentrl.environments.harbor.machine import use_containers
-from agentrl.environments.harbor.oracle import check_solutions
-from agentrl.environments.harbor.source import open_harbor
-from agentrl.environments.tasks import read_task_source
 from agentrl.errors import ConfigError, TaskFileError
-from agentrl.rollout.try_task import run_solutions
+from agentrl.local.try_task import run_solutions
+from agentrl.rollout.load_tasks import read_task_source
 from agentrl.rollout.worker import Worker
+from agentrl.screens.dashboard.pages.trajectories import verdicts_of
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
+from agentrl.worlds.harbor import machine
+from agentrl.worlds.harbor.machine import use_containers
+from agentrl.worlds.harbor.oracle import check_solutions
+from agentrl.worlds.harbor.source import open_harbor
 
 pytestmark = [
     pytest.mark.integration,

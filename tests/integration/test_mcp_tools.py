@@ -15,9 +15,9 @@ import pytest
 import yaml
 from open_tools import open_tools
 
+from agentrl.base.processes import free_port
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError
-from agentrl.processes import free_port
 from agentrl.tools.base import Trajectory, schema_name
 from agentrl.tools.mcp import server
 from agentrl.tools.pool import ToolPool

@@ -19,7 +19,7 @@ from rollout_fakes import FakeTools, ScriptedEngine, format_of
 
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
 from agentrl.documents.sampling import SamplingParams
-from agentrl.inference.engines.process import free_port
+from agentrl.inference.engines.commands import free_port
 from agentrl.observe.tracing import tracing
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store

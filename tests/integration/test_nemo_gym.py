@@ -16,9 +16,9 @@ from test_sampling import Setting, quick
 
 from agentrl.config.schema import RunConfig, TaskConfig, ToolConfig
 from agentrl.documents.status import RecordStatus
-from agentrl.environments.tasks import generate
 from agentrl.errors import TaskFileError
 from agentrl.rollout import outages
+from agentrl.rollout.load_tasks import generate
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
 

@@ -21,9 +21,9 @@ from tiny_policy import write_tiny_policy
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.errors import DATABASE
+from agentrl.local.mongod import EmbeddedMongo
 from agentrl.store import claims
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.store.mechanics.retry import retry_outages
 
 pytestmark = pytest.mark.integration

@@ -15,8 +15,7 @@ from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.inference.session import EngineRouter
 from agentrl.rollout import held_claims
-from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.rollout.housekeeping import EpochPlan
+from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store

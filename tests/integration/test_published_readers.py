@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.config.schema import ModelConfig
 from agentrl.model.load import load_model, load_policy
-from agentrl.weights.model_folder import complete_folder
+from agentrl.weights.folder import complete_folder
 from agentrl.weights.snapshot import write_alone
 
 PYTHON = Path(__file__).parents[2] / ".venv-transformers4/bin/python"

@@ -12,12 +12,12 @@ import pytest
 import pytest_asyncio
 from mcp import Client, StdioServerParameters
 
-from agentrl.processes import start_child, stop_child, tail
+from agentrl.base.processes import start_child, stop_child, tail
 
 pytestmark = pytest.mark.integration
 
 CALCULATOR = StdioServerParameters(
-    command=sys.executable, args=["-m", "agentrl.shipped_files", "demo/calculator.py"]
+    command=sys.executable, args=["-m", "agentrl.base.installation", "demo/calculator.py"]
 )
 START_SECONDS = 60.0
 
@@ -28,7 +28,7 @@ def units_url(tmp_path: Path) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = tmp_path / "units.log"
-    command = [sys.executable, "-m", "agentrl.shipped_files", "demo/units.py", "--port", str(port)]
+    command = [sys.executable, "-m", "agentrl.base.installation", "demo/units.py", "--port", str(port)]
     process = start_child(command, log=log)
     try:
         yield f"http://127.0.0.1:{port}/mcp"

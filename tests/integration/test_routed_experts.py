@@ -19,13 +19,12 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.data.forest import ForestRouting, forest_from_sequences
 from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.documents.routing import ExpertShape, free_routing, routed_tokens, unpack_routing
+from agentrl.documents.model_call import ExpertShape, free_routing, routed_tokens, unpack_routing
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ConfigError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import Generation
-from agentrl.inference.engines.commands import engine_command
-from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.inference.engines.commands import EngineProcess, engine_command, free_port
 from agentrl.inference.session import EngineRouter
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.routing import RouterReplay

@@ -14,8 +14,8 @@ import pytest
 from stored_run import StoredRun
 from tiny_policy import write_tiny_policy
 
+from agentrl.base.folder_owner import OWNER_FILE
 from agentrl.documents.status import StepStatus
-from agentrl.folder_owner import OWNER_FILE
 
 pytestmark = pytest.mark.integration
 

@@ -22,8 +22,7 @@ from agentrl.evaluation.engines import wait_for_shared
 from agentrl.rollout import held_claims, housekeeping
 from agentrl.rollout import sampler as sampler_module
 from agentrl.rollout import scoring as scoring_module
-from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.rollout.housekeeping import EpochPlan
+from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.setup import open_format
 from agentrl.rollout.worker import Worker

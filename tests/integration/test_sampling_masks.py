@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from scripted_engine import Call, ScriptedEngine
 
+from agentrl.documents.model_call import LARGEST, SamplingMask
 from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.sampling_mask import LARGEST, SamplingMask
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EngineInterruptedError, Generation
 from agentrl.inference.session import EngineRouter

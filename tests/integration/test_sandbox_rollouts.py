@@ -12,15 +12,15 @@ import pytest
 from rollout_fakes import ScriptedEngine, format_of
 
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, ToolConfig
-from agentrl.data.rescore import scorer_context
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Slot, Task
+from agentrl.lab.rescore import scorer_context
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
-from agentrl.tools.stateful import StatefulTool
+from agentrl.tools.python import StatefulTool
 
 pytestmark = pytest.mark.integration
 

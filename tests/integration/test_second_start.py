@@ -13,11 +13,11 @@ from typing import TypeVar
 import pytest
 from tiny_policy import write_tiny_policy
 
+from agentrl.base.processes import identify
 from agentrl.cli.main import main
 from agentrl.config.schema import RunConfig
-from agentrl.launch import processes
-from agentrl.launch.processes import RunPlan
-from agentrl.processes import identify
+from agentrl.local import processes
+from agentrl.local.processes import RunPlan
 from agentrl.store.client import Store, open_store, run_exists
 
 pytestmark = pytest.mark.integration

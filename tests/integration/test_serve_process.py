@@ -25,11 +25,11 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
 from agentrl.inference.client import EngineClient
 from agentrl.inference.session import EngineRouter
+from agentrl.local.mongod import EmbeddedMongo
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.weights.delta import encode
+from agentrl.weights.folder import write_manifest
 from agentrl.weights.live import LiveHolder
-from agentrl.weights.model_folder import write_manifest
 from agentrl.weights.publish import publish_live
 from agentrl.weights.snapshot import WHOLE
 from agentrl.weights.tensor_checksums import TensorChecksum, weights_digest

@@ -17,7 +17,7 @@ from agentrl.documents.run import PolicyVersion
 from agentrl.errors import ConfigError
 from agentrl.store.client import Store
 from agentrl.train.sft import from_records
-from agentrl.weights.model_folder import checksums
+from agentrl.weights.folder import checksums
 
 pytestmark = pytest.mark.integration
 

@@ -20,8 +20,13 @@ from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.client import EngineClient
-from agentrl.inference.engines.commands import EngineCommand, engine_command, engine_venv
-from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.inference.engines.commands import (
+    EngineCommand,
+    EngineProcess,
+    engine_command,
+    engine_venv,
+    free_port,
+)
 from agentrl.inference.http import EngineHttp
 from agentrl.inference.served_engine import FrontRouter
 from agentrl.inference.session import EngineRouter

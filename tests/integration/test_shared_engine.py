@@ -21,14 +21,13 @@ from agentrl.documents.run import PolicyVersion
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import EngineError
 from agentrl.inference.engine import EngineRefusedError, Generation
-from agentrl.inference.engines.attached import AttachedEngine
-from agentrl.inference.engines.clients import engine_client
+from agentrl.inference.engines.clients import AttachedEngine, engine_client
 from agentrl.inference.served_engine import ServedAdapters, ServedEngine, ServedWeights, starting_weights
 from agentrl.inference.session import EngineRouter
 from agentrl.model.load import Policy, load_policy
 from agentrl.store.client import Store, open_store
+from agentrl.weights.folder import checksums
 from agentrl.weights.local_copy import LocalCopy
-from agentrl.weights.model_folder import checksums
 from agentrl.weights.publish import publish_base
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240), pytest.mark.usefixtures("starts_warm")]

@@ -14,12 +14,11 @@ import small_run as run
 
 from agentrl.cli import main as cli
 from agentrl.config.schema import RunConfig
-from agentrl.dashboard.security import DashboardOptions
-from agentrl.dashboard.serve import create_app
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
-from agentrl.snapshot.findings import findings, state
-from agentrl.snapshot.snapshot import SnapshotReader
+from agentrl.screens.dashboard.serve import DashboardOptions, create_app
+from agentrl.screens.findings import findings, state
+from agentrl.screens.snapshot import SnapshotReader
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

@@ -12,12 +12,12 @@ import pytest
 from small_run import build
 
 from agentrl.cli import main as cli
-from agentrl.cli import status
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, RunConfig
 from agentrl.errors import StoreUnavailableError
+from agentrl.local.mongod import EmbeddedMongo
+from agentrl.screens.cli import status
 from agentrl.store.client import open_existing, open_store
-from agentrl.store.embedded.server import EmbeddedMongo
 
 pytestmark = pytest.mark.integration
 

@@ -17,9 +17,9 @@ from stored_run import StoredRun
 from tiny_policy import write_tiny_policy
 from waiting import until
 
-from agentrl.cli.sweep import main
 from agentrl.errors import ConfigError
-from agentrl.evaluation.sweep import Sweep, read_sweep
+from agentrl.lab.cli.sweep import main
+from agentrl.lab.sweep import Sweep, read_sweep
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

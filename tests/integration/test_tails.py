@@ -13,8 +13,7 @@ from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.inference.engine import Generation
 from agentrl.rollout import held_claims, housekeeping
-from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.rollout.housekeeping import EpochPlan
+from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store

@@ -22,13 +22,12 @@ from agentrl.documents.status import RecordStatus
 from agentrl.errors import EngineError
 from agentrl.inference.engine import EngineRefusedError, malformed
 from agentrl.rollout import outages as breaker_module
-from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
 from agentrl.store.columns import read_columns
-from agentrl.teaching import fill
-from agentrl.teaching.engines import FolderTeacher, Scored
-from agentrl.teaching.fill import Filler
-from agentrl.teaching.readings import Teaching
+from agentrl.teaching import teach as teaching_process
+from agentrl.teaching.teach import Filler
+from agentrl.teaching.teacher import FolderTeacher, Scored, Teaching
 
 pytestmark = pytest.mark.integration
 
@@ -38,7 +37,7 @@ CLAIMS = ClaimConfig(retry_backoff_seconds=0.01, max_attempts=2)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fill, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(teaching_process, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(breaker_module, "FIRST_PROBE_SECONDS", 0.05)
 
 
@@ -113,7 +112,7 @@ async def test_a_folder_scores_the_students_ids_and_its_likeliest_others(
 async def test_an_idle_teacher_fills_what_begins_to_wait_at_once(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fill, "POLL_SECONDS", 600.0)
+    monkeypatch.setattr(teaching_process, "POLL_SECONDS", 600.0)
     stop = asyncio.Event()
 
     class Last(Scripted):

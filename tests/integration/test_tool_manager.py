@@ -21,7 +21,7 @@ from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError
 from agentrl.tools.base import Trajectory, schema_name
 from agentrl.tools.pool import ToolPool
-from agentrl.tools.sandbox.local import namespace_problem
+from agentrl.worlds.sandbox.local import namespace_problem
 
 pytestmark = [
     pytest.mark.integration,

@@ -17,14 +17,14 @@ from gateway_run import ADD, answerer_of, gateway_task, worker_of
 from otlp_collector import collecting, trace_flags, traced
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
 
-from agentrl.config.agent import GatewayConfig
+from agentrl.config.sampling import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, RunConfig, SamplingConfig
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.documents.task import Task
 from agentrl.errors import EngineError, OutageError, ScorerError
-from agentrl.gateway.host import GatewayHost
+from agentrl.gateway.app import GatewayHost
 from agentrl.observe.tracing import tracing
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.rollout import Rollout

@@ -31,7 +31,7 @@ from agentrl.documents.status import DataStatus, RecordStatus, StepStatus, TaskS
 from agentrl.documents.task import Task
 from agentrl.documents.training import TrainStep
 from agentrl.store.client import Store, open_store
-from agentrl.weights.model_folder import verify
+from agentrl.weights.folder import verify
 
 pytestmark = pytest.mark.integration
 
@@ -85,7 +85,7 @@ sys.exit(main(["train", *sys.argv[1:]]))
 """
 PAUSED_BEFORE_A_FOLDER_APPEARS = """
 import os, signal, sys
-from agentrl import atomic_folder
+from agentrl.base import atomic_folder
 replace = atomic_folder._replace
 def pause_and_replace(temporary, target):
     if target.name == "v000002":

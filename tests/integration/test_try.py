@@ -22,13 +22,12 @@ from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, TaskFileError
-from agentrl.harness.agent import RETURN_SECONDS
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.commands import engine_command
-from agentrl.inference.engines.process import EngineProcess, free_port
-from agentrl.rollout.try_task import try_task
+from agentrl.inference.engines.commands import EngineProcess, engine_command, free_port
+from agentrl.local.mongod import EmbeddedMongo
+from agentrl.local.try_task import try_task
 from agentrl.store.client import Store
-from agentrl.store.embedded.server import EmbeddedMongo
+from agentrl.worlds.harness.agent import RETURN_SECONDS
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
 

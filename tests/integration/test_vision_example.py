@@ -30,7 +30,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, ServiceStatus
 from agentrl.documents.task_file import read_tasks
 from agentrl.inference.session import EngineRouter
-from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.rollout.load_tasks import store_tasks
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store

@@ -27,7 +27,7 @@ from agentrl.errors import ImageError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EngineRefusedError
 from agentrl.model.forward import ForwardOptions
-from agentrl.rollout.model_call import PendingCall
+from agentrl.rollout.trajectory_calls import PendingCall
 from agentrl.train.build import build_trainer
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from waiting import waiting_program
 
-from agentrl.atomic_folder import (
+from agentrl.base.atomic_folder import (
     ABANDONED_SECONDS,
     atomic_folder,
     begin_folder,
     remove_leftovers,
     scratch_folder,
 )
-from agentrl.processes import identify
+from agentrl.base.processes import identify
 
 
 def test_a_folder_replaces_an_earlier_one_at_the_end_of_the_block(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_an_error_in_the_block_leaves_no_folder(tmp_path: Path) -> None:
 WRITES = """
 import sys
 from pathlib import Path
-from agentrl.atomic_folder import begin_folder
+from agentrl.base.atomic_folder import begin_folder
 print(begin_folder(Path(sys.argv[1]) / "v000002").name, flush=True)
 sys.stdin.read()
 """
@@ -101,7 +101,7 @@ def test_two_writers_never_share_a_temporary_folder(tmp_path: Path) -> None:
 
 MAKES = """
 import sys
-from agentrl.atomic_folder import scratch_folder
+from agentrl.base.atomic_folder import scratch_folder
 folder = scratch_folder("harness")
 (folder / "files.tar").write_bytes(b"x" * 1000)
 print(folder, flush=True)

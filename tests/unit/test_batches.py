@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from agentrl.batches import batches, weighed_batches
+from agentrl.base.batches import batches, weighed_batches
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 import uvicorn
 from starlette.responses import PlainTextResponse
 
-from agentrl import bounded_http
-from agentrl.bounded_http import BoundedProtocol, server_config
+from agentrl.base import bounded_http
+from agentrl.base.bounded_http import BoundedProtocol, server_config
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 WRITERS: dict[asyncio.StreamReader, asyncio.StreamWriter] = {}
@@ -56,10 +56,10 @@ async def test_a_connection_without_a_whole_header_is_closed(
     monkeypatch.setattr(BoundedProtocol, "_logged", -60.0)
     answered = await _open(port, REQUEST)
     half = [await _open(port, sent) for sent in (b"", b"GET / HTTP/1.1\r\n", REQUEST + b"GET /")]
-    with caplog.at_level(logging.WARNING, "agentrl.bounded_http"):
+    with caplog.at_level(logging.WARNING, "agentrl.base.bounded_http"):
         ends = [await _ended(reader) for reader in half]
     assert [end.endswith(b"here") for end in ends] == [False, False, True]
-    assert [record.name for record in caplog.records].count("agentrl.bounded_http") == 1
+    assert [record.name for record in caplog.records].count("agentrl.base.bounded_http") == 1
     WRITERS[answered].write(REQUEST)  # idle between requests is no half-open one
     assert b"here" in await asyncio.wait_for(answered.readuntil(b"here"), 20)
 

@@ -8,8 +8,8 @@ import logging
 import pytest
 from waiting import cancel
 
-from agentrl import concurrency
-from agentrl.concurrency import background, end_tasks, task_group, wait_for_any
+from agentrl.base import concurrency
+from agentrl.base.concurrency import background, end_tasks, task_group, wait_for_any
 from agentrl.errors import AgentRLError
 
 _LONG = 60.0
@@ -204,7 +204,7 @@ async def test_a_caller_that_is_cancelled_while_it_ends_tasks_waits_for_their_en
 
 
 async def test_end_tasks_logs_the_errors_that_nobody_has_seen(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "agentrl.concurrency")
+    caplog.set_level(logging.INFO, "agentrl.base.concurrency")
     seen, unseen = asyncio.create_task(fails()), asyncio.create_task(fails(ValueError("unseen")))
     expected = asyncio.create_task(fails(AgentRLError("no database")))
     in_the_end = asyncio.create_task(fails_when_cancelled())

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from waiting import until, waiting_program
 
-from agentrl import device_lease
-from agentrl.device_lease import DeviceLease, leased_devices
+from agentrl.base import device_lease
+from agentrl.base.device_lease import DeviceLease, leased_devices
 
 HOLDER = """
 import asyncio, subprocess, sys
 from pathlib import Path
-from agentrl.device_lease import DeviceLease
+from agentrl.base.device_lease import DeviceLease
 lease = DeviceLease(["d"], "a child", folder=Path(sys.argv[1]))
 asyncio.run(lease.acquire(urgent=True))
 child = subprocess.Popen(["sleep", "60"], pass_fds=lease.locks) if sys.argv[2:] else None

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from waiting import waiting_program
 
-from agentrl import folder_owner
-from agentrl.errors import ConfigError, PublishError
-from agentrl.folder_owner import (
+from agentrl.base import folder_owner
+from agentrl.base.folder_owner import (
     OWNER_FILE,
     Owner,
     claim,
@@ -25,6 +24,7 @@ from agentrl.folder_owner import (
     require_not_foreign,
     require_unclaimed,
 )
+from agentrl.errors import ConfigError, PublishError
 
 A, B = (Owner(run=name, id=name * 8, server="server:1") for name in "ab")
 OTHERS = [B, Owner(run="a", id="another", server="server:2"), Owner(run="copy", id=A.id, server="server:1")]
@@ -159,7 +159,7 @@ def test_what_holds_another_runs_folder_is_not_deleted(tmp_path: Path) -> None:
 
 
 HOLDER = """
-import sys; from pathlib import Path; from agentrl.folder_owner import Owner, hold_cache
+import sys; from pathlib import Path; from agentrl.base.folder_owner import Owner, hold_cache
 hold_cache(Path(sys.argv[1]), Owner(run=sys.argv[2], id=sys.argv[2], server="d"), "--weights_dir")
 print("held", flush=True); sys.stdin.read()
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from git_here import git
 
-from agentrl.git_bundle import BundleError, BundleTooLargeError, check_out
+from agentrl.base.untrusted_folder import BundleError, BundleTooLargeError, check_out
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from agentrl.own_hosts import for_own_hosts, is_loopback
+from agentrl.base.bounded_http import for_own_hosts, is_loopback
 
 pytestmark = pytest.mark.attack
 

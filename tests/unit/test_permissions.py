@@ -7,8 +7,7 @@ from contextvars import copy_context
 import pytest
 
 import agentrl.config.schema as schema
-from agentrl.errors import ConfigError
-from agentrl.permissions import (
+from agentrl.base.permissions import (
     allow,
     call_name,
     code_of_flags,
@@ -19,6 +18,7 @@ from agentrl.permissions import (
     require_allowed,
     server_name,
 )
+from agentrl.errors import ConfigError
 
 
 def is_allowed_by(allowed: tuple[str, ...], name: str) -> bool:

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from waiting import wait_until
 
-from agentrl import processes
-from agentrl.processes import (
+from agentrl.base import processes
+from agentrl.base.processes import (
     exit_reason,
     half_of_cores,
     run_child,

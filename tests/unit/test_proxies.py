@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 import httpx2
 import pytest
 
+from agentrl.base.proxies import ProxiedTransport, proxy_of
 from agentrl.errors import EngineError
 from agentrl.inference.http import EngineHttp
-from agentrl.proxies import ProxiedTransport, proxy_of
 
 PROXY = "http://proxy.test:3128"
 NO_PROXY = "example.org, .internal,10.0.0.0/8,[fd00::1],db.test:27017,fe80::/10"

@@ -7,14 +7,13 @@ from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
+from agentrl.base.permissions import allow
+from agentrl.base.registry import Registry
 from agentrl.chat.parsers.base import get_parser
 from agentrl.environments.base import ENVIRONMENTS
 from agentrl.errors import ConfigError
-from agentrl.permissions import allow
-from agentrl.registry import Registry
 from agentrl.rollout.agents import AGENTS
-from agentrl.scoring.advantages import ESTIMATORS
-from agentrl.scoring.groups import GROUP_FILTERS
+from agentrl.scoring.groups import ESTIMATORS, GROUP_FILTERS
 from agentrl.scoring.scorers import SCORERS
 from agentrl.tools.python import TOOLS
 
@@ -47,7 +46,7 @@ def test_an_entry_point_is_imported_when_it_is_asked_for(monkeypatch: pytest.Mon
         EntryPoint(name, value, "agentrl.things")
         for name, value in {"dumps": "json:dumps", "gone": "no_such_module:f"}.items()
     )
-    monkeypatch.setattr("agentrl.registry.entry_points", lambda **query: points.select(**query))
+    monkeypatch.setattr("agentrl.base.registry.entry_points", lambda **query: points.select(**query))
     things: Registry[object] = Registry("thing", group="agentrl.things")
     assert things.names() == ["dumps", "gone"]
     assert things.get("dumps") is json.dumps

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from agentrl.shipped_files import shipped_files
+from agentrl.base.installation import shipped_files
 
 ROOT = Path(__file__).parents[2]
 

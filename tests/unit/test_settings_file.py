@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
+from agentrl.base.validation import BesideFile, PositiveWhole, Settings, SettingsFile, Text, read_settings
 from agentrl.errors import ConfigError, dotted
-from agentrl.settings_file import SettingsFile, read_settings
-from agentrl.validation import BesideFile, PositiveWhole, Settings, Text
 
 
 @dataclass(frozen=True, kw_only=True)

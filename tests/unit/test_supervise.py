@@ -9,10 +9,9 @@ import time
 import pytest
 from waiting import wait_until
 
-from agentrl import supervise
+from agentrl.base import processes
+from agentrl.base.processes import MAX_RESTARTS, SupervisedProcess, Supervisor, signal_session
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.processes import signal_session
-from agentrl.supervise import MAX_RESTARTS, SupervisedProcess, Supervisor
 
 
 def member(name, code, log=None, *arguments):
@@ -27,7 +26,7 @@ def pid_in(file):
 SLEEP = "import time; time.sleep(60)"
 STARTS_A_CHILD = """
 import subprocess, sys, time
-from agentrl.processes import start_child
+from agentrl.base.processes import start_child
 words = [sys.executable, "-c", "import time; time.sleep(60)"]
 is_guarded = sys.argv[2:] == ["guarded"]
 child = start_child(words, log=None) if is_guarded else subprocess.Popen(words, start_new_session=True)
@@ -45,7 +44,7 @@ time.sleep(60)
 """
 SUPERVISES = """
 import sys, time
-from agentrl.supervise import StoppedBySignalError, SupervisedProcess, Supervisor, raise_on_signals
+from agentrl.base.processes import StoppedBySignalError, SupervisedProcess, Supervisor, raise_on_signals
 code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
 supervisor = Supervisor(print)
 try:
@@ -66,7 +65,7 @@ FAR = float("inf")
 
 @pytest.fixture
 def supervisor(monkeypatch):
-    monkeypatch.setattr(supervise, "_FIRST_DELAY", 0.01)
+    monkeypatch.setattr(processes, "_FIRST_DELAY", 0.01)
     supervisor = Supervisor()
     yield supervisor
     supervisor.stop(5)

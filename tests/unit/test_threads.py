@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.concurrency import time_limit
+from agentrl.base.concurrency import Threads, own_code, time_limit
 from agentrl.errors import OutageError
-from agentrl.threads import Threads, own_code
 
 LIMIT = 30
 """Seconds after which a test fails instead of hanging."""
@@ -147,7 +146,7 @@ async def test_what_users_code_gives_to_asyncios_executor_leaves_the_executor_fr
 def test_a_process_with_a_hung_call_exits() -> None:
     code = """
 import asyncio, time
-from agentrl.threads import TOOL_THREADS, GRAPH_THREADS
+from agentrl.base.concurrency import TOOL_THREADS, GRAPH_THREADS
 async def main():
     try:
         await asyncio.wait_for(TOOL_THREADS.run(time.sleep, 600), 0.1)

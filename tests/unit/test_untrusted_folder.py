@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.untrusted_folder import DEEPEST, TooDeepError, discard, entries_of, remove_folder
+from agentrl.base.untrusted_folder import DEEPEST, TooDeepError, discard, entries_of, remove_folder
 
 pytestmark = pytest.mark.attack
 

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 from waiting import cancel
 
+from agentrl.base.user_code import contain, contain_call, describe
 from agentrl.documents.base import sanitize_bson
 from agentrl.errors import EngineError, ScorerError, TrajectoryError
 from agentrl.rollout.agent_io import MESSAGE_CHARS, failure_text
-from agentrl.user_code import contain, contain_call, describe
 
 
 class UnspeakableError(Exception):

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from agentrl.errors import ConfigError
-from agentrl.validation import (
+from agentrl.base.validation import (
     Count,
     Number,
     PlainText,
@@ -23,6 +22,7 @@ from agentrl.validation import (
     validate,
     wrong,
 )
+from agentrl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ from typing import Any
 
 from e2b import AsyncSandbox, CommandExitException, SandboxException, TimeoutException
 
-from agentrl.containers.base import (
+from agentrl.errors import ToolServerError
+from agentrl.worlds.containers.base import (
     COPY_BYTES,
     OUTPUT_BYTES,
     Container,
@@ -23,9 +24,8 @@ from agentrl.containers.base import (
     back_end_away,
     container,
 )
-from agentrl.errors import ToolServerError
-from agentrl.tools.sandbox.launcher import Output
-from agentrl.tools.sandbox.limits import Execution
+from agentrl.worlds.sandbox.launcher import Output
+from agentrl.worlds.sandbox.limits import Execution
 
 ARCHIVE = "/tmp/agentrl.tar"
 INPUT = "/tmp/agentrl.in"

@@ -1,6 +1,6 @@
 """Make the models and the tasks of this example: two random layers, and words to write.
 
-    python -m agentrl.shipped_files examples/past_runs/prepare.py
+    python -m agentrl.base.installation examples/past_runs/prepare.py
 
 The reward is the share of vowels among the letters of a message, which random text has already: the run needs
 no warm-up. The teacher has seen a few seconds of vowels.

@@ -14,7 +14,7 @@ agentrl() {
   printf '\n$ agentrl %s\n' "$*"
   "$PYTHON" -m agentrl "$@"
 }
-"$PYTHON" -m agentrl.shipped_files examples/past_runs/prepare.py
+"$PYTHON" -m agentrl.base.installation examples/past_runs/prepare.py
 
 # Six steps, with checkpoints of steps 3 and 6; then how good the first and the last weights are on held-out tasks.
 agentrl launch train --run_name "$run" --config "$config"

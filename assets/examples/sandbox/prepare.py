@@ -1,6 +1,6 @@
 """Write the tasks of the sandbox example, and make its model: two layers that know the form of a program.
 
-    python -m agentrl.shipped_files examples/sandbox/prepare.py
+    python -m agentrl.base.installation examples/sandbox/prepare.py
 
 Each task is a sum. The model writes ``print(57 + 83)``, the tool ``code_interpreter`` runs it in the sandbox,
 and the model answers with what it printed. The warm-up shows correct conversations first, then guesses:

@@ -9,6 +9,6 @@ set -euo pipefail
 cd "$(dirname "$0")/../../.."
 PYTHON="${AGENTRL_VENV:-.venv}/bin/python"
 [ -x "$PYTHON" ] || { echo "$PYTHON is not there: run bash scripts/setup.sh first" >&2; exit 1; }
-"$PYTHON" -m agentrl.shipped_files examples/sandbox/prepare.py
+"$PYTHON" -m agentrl.base.installation examples/sandbox/prepare.py
 SAMPLERS="${SAMPLERS:-1}" exec "$PYTHON" -m agentrl launch train --run_name "${RUN_NAME:-sandbox}" \
   --config assets/examples/sandbox/run.yml "$@"

@@ -13,7 +13,7 @@ agentrl() {
   printf '\n$ agentrl %s\n' "$*"
   "$PYTHON" -m agentrl "$@"
 }
-"$PYTHON" -m agentrl.shipped_files examples/past_runs/prepare.py
+"$PYTHON" -m agentrl.base.installation examples/past_runs/prepare.py
 
 # On-policy distillation: the student samples, the teacher says how likely each token is, no score is trained.
 agentrl launch train --run_name "$run" --config assets/examples/past_runs/run.yml \

@@ -17,7 +17,7 @@ from tokenizers import Encoding, Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from agentrl.batches import batches
+from agentrl.base.batches import batches
 from agentrl.documents.base import replace_surrogates
 
 _MARK = f"mark{uuid.uuid4().hex}"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.base.installation import require
 from agentrl.errors import ModelError
-from agentrl.extras import require
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

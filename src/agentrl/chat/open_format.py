@@ -13,31 +13,35 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.chat.chat_format import ChatFormat
+from agentrl.chat.chat_format import ChatFormat, read_vision
 from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.model_folder import ChatFiles, harmony_vocabulary, read_chat_files
 from agentrl.chat.parsers.base import (
     PARSERS,
+    THINK,
     ParsedMessage,
+    ReasoningTags,
+    SplitText,
     ToolCall,
     ToolCallParser,
     get_parser,
+    parse_split,
     parser_of_template,
     shown,
-)
-from agentrl.chat.parsers.marked import MarkedParser
-from agentrl.chat.parsers.reasoning import (
-    THINK,
-    ReasoningTags,
-    SplitText,
-    parse_split,
     split_reasoning,
     tags_in,
 )
-from agentrl.chat.renderer import Message, Renderer, TokenizedConversation, ToolSchemas, split_train
-from agentrl.chat.template_renderer import ChatTemplate, TemplateRenderer
+from agentrl.chat.parsers.marked import MarkedParser
+from agentrl.chat.renderer import (
+    ChatTemplate,
+    Message,
+    Renderer,
+    TemplateRenderer,
+    TokenizedConversation,
+    ToolSchemas,
+    split_train,
+)
 from agentrl.chat.validate_format import CONVERSATION, ENDS, TOOLS, reads_its_calls, validate_format
-from agentrl.chat.vision import read_vision
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError, ModelError, TrajectoryError
 

@@ -14,9 +14,8 @@ from itertools import product
 from typing import Any, Literal
 
 from agentrl.chat.chat_format import ChatFormat, KeptThoughts, ThinkingRetention, without_thought
-from agentrl.chat.parsers.reasoning import THINK, ReasoningTags
-from agentrl.chat.renderer import Adaptation, Message, Renderer, ToolSchemas
-from agentrl.chat.template_renderer import TemplateRenderer
+from agentrl.chat.parsers.base import THINK, ReasoningTags
+from agentrl.chat.renderer import Adaptation, Message, Renderer, TemplateRenderer, ToolSchemas
 from agentrl.errors import ModelError, TrajectoryError
 
 FIRST, SECOND = "find_river", "count_bridges"

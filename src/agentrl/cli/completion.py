@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
-from agentrl.config.arguments import collect
 from agentrl.config.commands import COMMANDS, function_of
+from agentrl.config.flags import collect
 from agentrl.config.load import CommandParser
 from agentrl.config.run import EngineConfig, RunConfig
 from agentrl.errors import AgentRLError
@@ -126,7 +126,7 @@ def _from_database(read: Callable[[argparse.Namespace], Coroutine[Any, Any, list
 @_from_database
 async def _runs(words: argparse.Namespace) -> list[str]:
     """Return the names of the runs on the server that the words so far name."""
-    from agentrl.store.views.runs import Runs, connect_server
+    from agentrl.screens.views.runs import Runs, connect_server
 
     connection = await connect_server(_run_config(words))
     try:
@@ -138,7 +138,7 @@ async def _runs(words: argparse.Namespace) -> list[str]:
 @_from_database
 async def _metrics(words: argparse.Namespace) -> list[str]:
     """Return the names of the metrics of the run that the words so far name."""
-    from agentrl.observe.plotting import metric_names
+    from agentrl.screens.plotting import metric_names
     from agentrl.store.client import open_existing
 
     async with await open_existing(_run_config(words)) as store:

@@ -140,9 +140,9 @@ def try_task(argv: list[str]) -> int:
             hint='give its JSON, e.g. \'{"query": "1+1?", "answer": "2", "scorer": "exact"}\'; or a'
             " task's id, or a task file",
         )
+    from agentrl.local.try_task import run_solutions
+    from agentrl.local.try_task import try_task as run_task
     from agentrl.observe.tracing import tracing
-    from agentrl.rollout.try_task import run_solutions
-    from agentrl.rollout.try_task import try_task as run_task
 
     flags = configs[TryConfig]
     if flags.oracle:

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 import agentrl
+from agentrl.base.installation import missing as missing_package
 from agentrl.config.commands import COMMANDS, function_of
 from agentrl.errors import AgentRLError
-from agentrl.extras import missing as missing_package
 
 _PIPE_CLOSED = 128 + 13
 """The exit code of a program that SIGPIPE ends."""

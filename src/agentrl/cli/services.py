@@ -62,7 +62,7 @@ def sample(argv: list[str]) -> int:
         ],
         validate=require_trainable,
     )  # fmt: skip
-    from agentrl.rollout.sample import sample as run_sampler
+    from agentrl.rollout.setup import sample as run_sampler
 
     _traced(configs, "sample", lambda: run_sampler(configs))
     return 0
@@ -162,7 +162,7 @@ def dashboard_parser() -> CommandParser:
 def dashboard(argv: list[str]) -> int:
     """Serve web pages about the runs of a MongoDB server until SIGINT or SIGTERM. Reads, never writes."""
     arguments = dashboard_parser().parse_args(argv)
-    from agentrl.dashboard.serve import serve as serve_pages
+    from agentrl.screens.dashboard.serve import serve as serve_pages
 
     flags = group_of(DashboardFlags, arguments)
     asyncio.run(

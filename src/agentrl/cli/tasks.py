@@ -21,19 +21,18 @@ from typing import Any, Final
 
 import numpy as np
 
+from agentrl.base.permissions import flags_allowing
 from agentrl.config.load import CommandParser, group_of
 from agentrl.config.run import DATABASE_FLAGS
 from agentrl.config.schema import ContainerConfig, JsonFlags, ModelConfig, RunConfig, TaskConfig, flag
 from agentrl.documents.task import Task, scorer_weights
-from agentrl.documents.task_file import ReadResult
-from agentrl.documents.task_messages import kind_of
-from agentrl.documents.task_source import Item
-from agentrl.environments.harbor.machine import use_containers
+from agentrl.documents.task_file import Item, ReadResult
+from agentrl.documents.task_json import kind_of
 from agentrl.observe.progress import progress
 from agentrl.observe.terminal import clean, print_json
-from agentrl.permissions import flags_allowing
 from agentrl.rollout.load_tasks import read_source
-from agentrl.scoring.scorable import unchecked
+from agentrl.scoring.answers import unchecked
+from agentrl.worlds.harbor.machine import use_containers
 
 SOURCE = (
     "a JSONL, JSON, Parquet, CSV or Arrow file, FOLDER[:SPLIT], hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], a"

@@ -36,8 +36,7 @@ from agentrl.config.training import PlanConfig, SFTConfig
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentrl.plan.estimates import Services
-    from agentrl.plan.search import Search
+    from agentrl.local.plan.search import Search, Services
 
 NOTHING_FITS = 3
 """Exit code of ``agentrl plan`` when no layout fits."""
@@ -88,8 +87,8 @@ def sft(argv: list[str]) -> int:
 
 def _check_flags(configs: Configs) -> None:
     """Raise ConfigError for flags with which nothing could be trained, and for those that change nothing."""
+    from agentrl.base.registry import import_modules
     from agentrl.losses.settings import check_loss
-    from agentrl.registry import import_modules
 
     import_modules(configs[TaskConfig].imported_modules)
     require_trainable(configs)
@@ -116,8 +115,8 @@ def plan(argv: list[str]) -> int:
         extra=[PlanConfig],
     )
     search, services = _search(configs)
+    from agentrl.local.plan.report import plan_json, print_plan
     from agentrl.observe.terminal import stdout_console
-    from agentrl.plan.report import plan_json, print_plan
 
     if configs[PlanConfig].json:
         print(json.dumps(plan_json(search, services), indent=2))
@@ -128,7 +127,7 @@ def plan(argv: list[str]) -> int:
 
 def _search(configs: Configs) -> tuple[Search, Services | None]:
     """Return the layouts, and the services beside the fastest one that fits; None if none fits."""
-    from agentrl.plan.workload import build_workload, parse_gpus
+    from agentrl.local.plan.search import build_workload, parse_gpus
 
     flags = configs[PlanConfig]
     folder = flags.model or configs[ModelConfig].model_name_or_path
@@ -142,9 +141,8 @@ def _search(configs: Configs) -> tuple[Search, Services | None]:
     )
     engine = parse_gpus(flags.engine_gpu).gpu if flags.engine_gpu else cluster.gpu
     work = build_workload(configs)
-    from agentrl.plan.estimates import size_services
-    from agentrl.plan.model import open_model, reference_parameters
-    from agentrl.plan.search import Search
+    from agentrl.local.plan.memory import open_model, reference_parameters
+    from agentrl.local.plan.search import Search, size_services
 
     trust = configs[ModelConfig].trust_remote_code
     model = open_model(Path(folder), flags.context, trust_remote_code=trust)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from agentrl.config.arguments import choices_of, kind_name
-from agentrl.config.flags import constraint
+from agentrl.config.flags import choices_of, constraint, kind_name
 from agentrl.config.schema import GROUPS, Section, sections
 
 _HEAD = """# Flags

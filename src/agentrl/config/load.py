@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from agentrl.config.arguments import add_flag, end_if_collected
+from agentrl.base.validation import SettingsFile, read_settings
 from agentrl.config.commands import examples_text
-from agentrl.config.flags import Switch
+from agentrl.config.flags import Switch, add_flag, end_if_collected
 from agentrl.config.sampling import SamplingConfig, TaskConfig
 from agentrl.config.schema import GROUPS, RunConfig, sections
 from agentrl.errors import ConfigError
-from agentrl.settings_file import SettingsFile, read_settings
 
 T = TypeVar("T")
 

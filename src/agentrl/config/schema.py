@@ -6,30 +6,32 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
-from agentrl.config.agent import AgentConfig, GatewayConfig, ToolConfig
-from agentrl.config.containers import ContainerConfig
 from agentrl.config.flags import JsonFlags, flag
-from agentrl.config.groups import GroupConfig
-from agentrl.config.launch import PlacementConfig
-from agentrl.config.loss import LossConfig
 from agentrl.config.run import (
     DeviceConfig,
     EngineConfig,
     EngineListConfig,
     ModelConfig,
+    PlacementConfig,
     RunConfig,
     TraceConfig,
 )
 from agentrl.config.sampling import (
+    AgentConfig,
     ClaimConfig,
+    ContainerConfig,
     EvaluationConfig,
+    GatewayConfig,
     SamplingConfig,
     TaskConfig,
+    TeacherConfig,
+    ToolConfig,
 )
-from agentrl.config.teaching import TeacherConfig
 from agentrl.config.training import (
     AdapterConfig,
+    GroupConfig,
     IgnoredConfig,
+    LossConfig,
     MemoryConfig,
     OptimConfig,
     ParallelConfig,

@@ -15,17 +15,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from agentrl.config.groups import RIGHT_THRESHOLD, GroupConfig
+from agentrl.config.training import RIGHT_THRESHOLD, GroupConfig
 from agentrl.data.trajectory_tree import masked_calls, to_training_data
-from agentrl.documents.column import Column, TokenColumns
 from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.record import Record
+from agentrl.documents.record import Column, Record, TokenColumns
 from agentrl.documents.status import CallStatus, ColumnStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import AgentRLError, StoreError, StoreUnavailableError
-from agentrl.scoring.advantages import BUILT_IN
 from agentrl.scoring.groups import (
+    BUILT_IN,
     Decision,
     decide_group,
     dropped_by_filter,

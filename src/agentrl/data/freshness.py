@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from agentrl.documents.column import TokenColumns
-from agentrl.documents.model_call import pack_floats, unpack_floats
-from agentrl.documents.sampling_mask import SamplingMask
+from agentrl.documents.model_call import SamplingMask, pack_floats, unpack_floats
+from agentrl.documents.record import TokenColumns
 from agentrl.documents.training import DBRecordData, TrainableSpan
 from agentrl.errors import ConfigError
 

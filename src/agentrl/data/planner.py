@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from agentrl.batches import batches
+from agentrl.base.batches import batches
 from agentrl.data.forest import (
     TokenForest,
     cut,
@@ -20,7 +20,7 @@ from agentrl.data.forest import (
     restrict,
     split_paths,
 )
-from agentrl.documents.routing import ExpertShape
+from agentrl.documents.model_call import ExpertShape
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, ForestError
 

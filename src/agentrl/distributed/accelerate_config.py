@@ -19,8 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from agentrl.config.load import Configs
 from agentrl.config.schema import ModelConfig, TrainConfig
-from agentrl.distributed.mesh import plan_layout
-from agentrl.distributed.world import is_first_rank
+from agentrl.distributed.mesh import is_first_rank, plan_layout
 from agentrl.errors import ConfigError
 from agentrl.weights.folder import base_folder, read_config
 

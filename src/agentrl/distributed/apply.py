@@ -37,9 +37,8 @@ from agentrl.distributed.parallel_model import ForestLoss, ParallelModel
 from agentrl.distributed.pipeline_stages import assign_model_layers, check_stages, keep_stage
 from agentrl.errors import ConfigError
 from agentrl.model.attention.sdpa import set_attention
-from agentrl.model.flops import Stopwatch
+from agentrl.model.flops import Precision, Stopwatch
 from agentrl.model.forward import ForwardOptions
-from agentrl.model.precision import Precision
 
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 """transformers' name for a module that every rank holds whole and applies to its own heads."""

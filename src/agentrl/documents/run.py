@@ -1,4 +1,4 @@
-"""Documents beside trajectories: settings, epochs, the trainer's lease, weights, engines, evaluations.
+"""Documents beside trajectories: settings, family, epochs, leases, weights, engines, evaluations.
 
 Each kind has a collection of its own, because different database users may write it.
 """
@@ -7,10 +7,124 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import datetime
+from enum import StrEnum
 from typing import Any, Final, Literal
 
 from agentrl.documents.base import Document, Root, now
 from agentrl.documents.status import EpochStatus, EvaluationStatus, ServiceStatus, TrainerEnd, VersionStatus
+
+PARENT: Final = "parent"
+"""``_id`` of the document in a child's ``Run`` that names its parent."""
+CHILD_PREFIX: Final = "child/"
+"""Begins the ``_id`` of each document in a parent's ``Run`` that names a child."""
+
+Kinship = Literal["fork", "whatif"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relative(Root):
+    """Where a child begins, and what it reads of its parent. The child and the parent hold the same values.
+
+    In the child's ``Run`` it is the document ``parent``, and ``run`` names the parent. In the parent's it is
+    ``child/NAME``, and ``run`` names the child; the parent keeps the checkpoint and the data that it names.
+    """
+
+    id: str
+    run: str
+    """The other run, a database of the same server."""
+    kind: Kinship
+    step: int
+    """The child's weights begin as the parent's after this many optimizer steps."""
+    checkpoint: str
+    """Absolute path of the parent's checkpoint of that step; empty for step 0, which is the base model."""
+    steps: tuple[int, ...] = ()
+    """``whatif``: the first and the last step of the parent whose data the child trains; else empty."""
+    since: int = 0
+    """``whatif``: the step from which ``changed`` holds; earlier ones are trained with the parent's flags."""
+    without: tuple[str, ...] = ()
+    """``whatif``: ``_id`` of Records of the parent that the child leaves out."""
+    changed: dict[str, Any] = field(default_factory=dict)
+    """Flag → [the parent's value, the child's value]."""
+    at: datetime = field(default_factory=now)
+
+    @property
+    def shown(self) -> str:
+        """``NAME, fork at step 40``."""
+        of_steps = f" of steps {self.steps[0]} to {self.steps[-1]}" if self.steps else ""
+        return f"{self.run}, {self.kind}{of_steps or f' at step {self.step}'}"
+
+
+def child_key(name: str) -> str:
+    """Return the ``_id`` in the parent's ``Run`` of the document that names the child ``name``."""
+    return f"{CHILD_PREFIX}{name}"
+
+
+class Withdrawn(StrEnum):
+    """What a tombstone stands for."""
+
+    RECORD = "record"  # one attempt at a trajectory
+    TASK = "task"  # a task as a whole, with query and answer; its Records have tombstones of their own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tombstone(Root):
+    """One withdrawn Record or Task; ``id`` is its ``_id``, which appears nowhere else in the run any more."""
+
+    id: str
+    kind: Withdrawn
+    task: str
+    """``_id`` of the Task."""
+    retraction: int
+    """``_id`` of the Retraction."""
+    created_at: datetime
+    """When the Record or Task was created: it tells it from one of another run with the same ``_id``."""
+    steps: tuple[str, ...] = ()
+    """``_id`` of each TrainStep that trained it, undone ones included."""
+    deleted_at: datetime | None = None
+    """When its documents were deleted; None: not yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retraction(Root):
+    """One call of ``agentrl retract``, and how far it is. ``id`` counts from 1."""
+
+    id: int
+    because: str
+    by: str
+    """The user and the host."""
+    records: int
+    tasks: int
+    first_step: int | None = None
+    """The first step in the weights that trained some of it; None: no such step."""
+    rebuilds: bool = False
+    """Whether the run is to go back to the last checkpoint before ``first_step``."""
+    rebuilt: Rebuilt | None = None
+    family: bool = False
+    """Whether it is still to be withdrawn from the run's children."""
+    archives: tuple[str, ...] = ()
+    """Host and path of each export that it is still to be taken out of. For people: no export is opened that
+    the command line does not name."""
+    images: tuple[str, ...] = ()
+    """Images that the withdrawn documents named and that are not looked at yet."""
+    at: datetime = field(default_factory=now)
+    deleted_at: datetime | None = None
+    """When the run held nothing of it any more except images; None: a trainer would still read some of it."""
+    finished_at: datetime | None = None
+    """When nothing was left to delete; None: the next call goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebuilt(Document):
+    """How the run went back."""
+
+    step: int
+    """The step of the checkpoint that training goes on from; 0: the base model."""
+    checkpoints: tuple[str, ...] = ()
+    """The deleted checkpoints."""
+    versions: tuple[int, ...] = ()
+    """The versions whose folders were deleted: the first and the last; empty without any."""
+    at: datetime = field(default_factory=now)
+
 
 SCHEMA: Final = "schema"
 """``_id`` of the document in ``Run`` with the version of the database schema. Administrators change it."""

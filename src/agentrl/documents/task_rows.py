@@ -13,8 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agentrl.documents.base import excerpt
-from agentrl.documents.task_json import ANSWER, GSM8K_ANSWER, ID, QUERY, aliases_of, nearest_field, parse
-from agentrl.documents.task_messages import BadTaskError
+from agentrl.documents.task_json import (
+    ANSWER,
+    GSM8K_ANSWER,
+    ID,
+    QUERY,
+    BadTaskError,
+    aliases_of,
+    nearest_field,
+    parse,
+)
 from agentrl.errors import ConfigError
 
 Row = dict[str, Any]

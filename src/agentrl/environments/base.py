@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+from agentrl.base.permissions import server_name
+from agentrl.base.registry import Registry
 from agentrl.documents.record import HarnessRun
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, ScorerError, TaskEnvironmentError
-from agentrl.permissions import server_name
-from agentrl.registry import Registry
 from agentrl.scoring.scorers import Result, ScorerContext, ScoreResult
 from agentrl.tools.base import ENVIRONMENT, ROLES, Schema
 from agentrl.tools.python import Toolset

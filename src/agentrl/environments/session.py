@@ -10,6 +10,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from agentrl.base.concurrency import ENVIRONMENT_THREADS
+from agentrl.base.permissions import require_allowed
+from agentrl.base.process_pool import run_in_process
+from agentrl.base.user_code import contain_call, describe
 from agentrl.documents.base import is_score, replace_surrogates, sanitize_bson
 from agentrl.documents.task import Task, scorer_weights
 from agentrl.documents.task_file import names_in_fields
@@ -23,14 +27,10 @@ from agentrl.errors import (
     ScorerError,
     TaskEnvironmentError,
 )
-from agentrl.permissions import require_allowed
-from agentrl.scoring.code import names_in_answer
-from agentrl.scoring.process_pool import run_in_process
 from agentrl.scoring.scorers import Result, ScorerContext, scorer
-from agentrl.threads import ENVIRONMENT_THREADS
 from agentrl.tools.base import Reply, Schema, contain_within, reply_within, run_function, schema_name
 from agentrl.tools.python import PythonSession, Toolset
-from agentrl.user_code import contain_call, describe
+from agentrl.worlds.code import names_in_answer
 
 logger = logging.getLogger(__name__)
 

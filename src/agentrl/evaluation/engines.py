@@ -25,8 +25,7 @@ from agentrl.evaluation.policy import Policy, hold_weights
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EncodedIds, Engine, Generation, Held, Progress, Router
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.commands import engine_command
-from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.inference.engines.commands import EngineProcess, engine_command, free_port
 from agentrl.rollout.setup import live_engines
 from agentrl.weights.local_copy import LocalCopy, weights_dir
 

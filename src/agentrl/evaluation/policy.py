@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 
 from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.documents.base import plain
-from agentrl.documents.checkpoint import is_checkpoint
 from agentrl.documents.run import OUTSIDE_VERSION, PolicyVersion
 from agentrl.documents.status import VersionStatus
+from agentrl.documents.training import is_checkpoint
 from agentrl.errors import ModelError, PublishError
 from agentrl.store.evaluations import digest
-from agentrl.weights.adapter_config import is_adapter
+from agentrl.weights.folder import checksums, is_adapter
 from agentrl.weights.local_copy import LocalCopy, chain_to, is_in_place
 from agentrl.weights.merged import merged_model
-from agentrl.weights.model_folder import checksums
 from agentrl.weights.storage import is_remote
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TextIO, TypeVar
 
-from agentrl.concurrency import background, end_tasks, wait_for_any
+from agentrl.base.concurrency import background, end_tasks, wait_for_any
 from agentrl.observe.terminal import excerpt
 
 T = TypeVar("T")

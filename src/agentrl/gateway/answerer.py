@@ -16,16 +16,15 @@ from weakref import WeakValueDictionary
 from jsonschema.exceptions import best_match
 from referencing.exceptions import Unresolvable
 
+from agentrl.base.concurrency import within_cpu
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers.arguments import CHECK_SECONDS, validator_of
-from agentrl.chat.parsers.base import CallSyntaxError, ParsedMessage, load_json
-from agentrl.chat.parsers.reasoning import REASONING_TAGS, ReasoningTags
-from agentrl.concurrency import within_cpu
+from agentrl.chat.parsers.base import REASONING_TAGS, CallSyntaxError, ParsedMessage, ReasoningTags, load_json
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.base import replace_surrogates
-from agentrl.documents.gateway import GatewayCall
 from agentrl.documents.images import Image, has_images, image_of_url, text_of
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_ids
+from agentrl.documents.record import GatewayCall
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.errors import ContextFullError, FailureError, ImageError, LeaseLostError, TrajectoryError
@@ -41,15 +40,15 @@ from agentrl.gateway.request import (
     invalid,
 )
 from agentrl.inference.engine import Engine, EngineRefusedError, Generation, Progress, Router
-from agentrl.rollout.model_call import PendingCall, images_of, message_of, parse
 from agentrl.rollout.prompts import Budget, Chain, Prompt, chain_of, digest_after, prefix_digests, prompt_of
 from agentrl.rollout.trace import end_model_call, gateway_call_span
+from agentrl.rollout.trajectory_calls import PendingCall, images_of, message_of, parse
 from agentrl.store.mechanics.lease import renewed
 from agentrl.tools.base import schema_name
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
-    from agentrl.store.images import Images
+    from agentrl.store.model_calls import Images
 
 _CACHED_TOKENS = 4_000_000
 """Tokens in all cached conversations; an older one is read again from the database."""

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from agentrl.base.registry import Registry
+from agentrl.base.user_code import contain_call, describe
 from agentrl.data.finalize_group import TRAIN_SPLIT
 from agentrl.documents.base import is_score, replace_surrogates, sanitize_bson
-from agentrl.documents.gateway import ReportedReward
 from agentrl.documents.model_call import (
     Branch,
     DispatchedSamplingTask,
@@ -17,6 +18,7 @@ from agentrl.documents.model_call import (
     role_problem,
     same_agent,
 )
+from agentrl.documents.record import ReportedReward
 from agentrl.documents.task import CONVERSATIONS, record_key, task_key
 from agentrl.errors import (
     ConfigError,
@@ -27,8 +29,6 @@ from agentrl.errors import (
 )
 from agentrl.gateway.dialects.fields import kind_of, short
 from agentrl.gateway.request import GatewayError, invalid
-from agentrl.registry import Registry
-from agentrl.user_code import contain_call, describe
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
-from agentrl.concurrency import end_tasks
-from agentrl.config.agent import GatewayConfig
-from agentrl.documents.gateway import GatewayCall, GatewayCallStatus, GatewaySession
+from agentrl.base.concurrency import end_tasks
+from agentrl.config.sampling import GatewayConfig
 from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.record import GatewayCall, GatewayCallStatus, GatewaySession
 from agentrl.errors import StoreError
 from agentrl.gateway.answerer import Answerer, Ask
 from agentrl.gateway.request import Caller, GatewayError, GatewayRequest, dead_url

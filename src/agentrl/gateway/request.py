@@ -12,7 +12,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from agentrl.chat.chat_format import Message
 from agentrl.chat.text_stream import Delta
-from agentrl.documents.gateway import GatewaySession
+from agentrl.documents.record import GatewaySession
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.errors import (

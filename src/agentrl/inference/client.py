@@ -22,10 +22,15 @@ import numpy as np
 import orjson
 
 from agentrl.documents.images import Image, data_url
-from agentrl.documents.model_call import VersionSpan, append_span
-from agentrl.documents.routing import ExpertShape, pack_routing
+from agentrl.documents.model_call import (
+    LARGEST,
+    ExpertShape,
+    SamplingMask,
+    VersionSpan,
+    append_span,
+    pack_routing,
+)
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
-from agentrl.documents.sampling_mask import LARGEST, SamplingMask
 from agentrl.errors import EngineError
 from agentrl.inference.control import EngineControl, policy_version
 from agentrl.inference.engine import (

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from agentrl.documents.routing import ExpertShape
+from agentrl.documents.model_call import ExpertShape
 from agentrl.errors import ENGINES, EngineError, ModelError
 from agentrl.inference.engine import EngineRefusedError, known_format
 from agentrl.inference.http import CONTROL_SECONDS, EngineHttp

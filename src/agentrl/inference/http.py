@@ -20,9 +20,9 @@ from urllib.parse import SplitResult, unquote, urlsplit
 import httptools
 import orjson
 
+from agentrl.base.proxies import proxy_of
 from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.engine import EngineRefusedError, malformed
-from agentrl.proxies import proxy_of
 
 CONTROL_SECONDS = 30.0
 _CONNECT_SECONDS = 10.0

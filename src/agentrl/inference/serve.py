@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from agentrl.base.device_lease import DeviceLease, has_gpu, leased_devices
 from agentrl.config.load import Configs
 from agentrl.config.schema import AdapterConfig, EngineConfig, ModelConfig, RunConfig
-from agentrl.device_lease import DeviceLease, has_gpu, leased_devices
 from agentrl.errors import ConfigError
-from agentrl.inference.engines.attached import AttachedEngine
-from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.commands import engine_command, why_merged
-from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
+from agentrl.inference.engines.clients import AttachedEngine, engine_client
+from agentrl.inference.engines.commands import (
+    EngineProcess,
+    engine_command,
+    free_port,
+    require_free_port,
+    why_merged,
+)
 from agentrl.inference.served_engine import ServedAdapters, ServedEngine, ServedWeights, starting_weights
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.weights.local_copy import LocalCopy, weights_dir

@@ -10,9 +10,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field
 
-from agentrl.settings_file import SettingsFile, read_settings
-from agentrl.shipped_files import shipped_files
-from agentrl.validation import PlainText, Settings, Switch, Text, wrong
+from agentrl.base.installation import shipped_files
+from agentrl.base.validation import PlainText, Settings, SettingsFile, Switch, Text, read_settings, wrong
 
 S = TypeVar("S", bound="AgentSection")
 

@@ -11,13 +11,39 @@ from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from agentrl.registry import Registry
+from agentrl.base.registry import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from agentrl.documents.training import DBRecordData
-    from agentrl.losses.trajectories import ComparedTrajectories, TrajectoryMeans
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryMeans:
+    """Means over whole trajectories, for micro-batches that hold only parts of some."""
+
+    log_ratio: Tensor
+    """float32[R], of log πθ − log π_old."""
+    log_weight: Tensor
+    """float32[R], of log π_old − log μ."""
+    divergence: Tensor
+    """float32[R], of ``losses.compute.divergence``, the k3 estimate of the KL from μ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedTrajectories:
+    """The N whole trajectories of an update, over all ranks, for losses that compare them; all is data."""
+
+    number: Tensor
+    """int64[R], the place of each row of the micro-batch in [0, N)."""
+    score: Tensor
+    """float32[N]."""
+    group: Tensor
+    """int64[N], the same for the trajectories of one group."""
+    log_ratio: Tensor
+    """float32[N], Σ over the trainable tokens of a trajectory of log πθ/π_ref."""
+
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to ± this before ``exp``."""

@@ -16,8 +16,8 @@ from typing import Any
 
 from agentrl.config.flags import require
 from agentrl.config.load import Configs
-from agentrl.config.loss import CAPS, LOSS_PARAMETERS, WEIGHTS, LossConfig
 from agentrl.config.schema import GROUPS, EngineConfig, GroupConfig, OptimConfig, TrainConfig
+from agentrl.config.training import CAPS, LOSS_PARAMETERS, WEIGHTS, LossConfig
 from agentrl.errors import ConfigError
 from agentrl.losses.loss import LOSSES, TEACHER, Loss
 

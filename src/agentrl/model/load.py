@@ -26,11 +26,10 @@ from transformers.utils import logging as transformers_logging
 
 from agentrl.config.schema import AdapterConfig, ModelConfig
 from agentrl.errors import ModelError, first_line
+from agentrl.model.flops import Precision
 from agentrl.model.lora import Adapter, ServedAdapter, add_adapter
-from agentrl.model.precision import Precision
 from agentrl.model.vision import PixelReader, reads_images
-from agentrl.weights.adapter_config import is_adapter
-from agentrl.weights.folder import base_folder, read_config, stored_dtype
+from agentrl.weights.folder import base_folder, is_adapter, read_config, stored_dtype
 from agentrl.weights.snapshot import PublishedModel, WeightSource, model_parts
 
 _LISTED = 3

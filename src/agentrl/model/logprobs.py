@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, distributed, nn
 
-from agentrl.documents.sampling_mask import SamplingMask
+from agentrl.documents.model_call import SamplingMask
 from agentrl.errors import ModelError
 
 

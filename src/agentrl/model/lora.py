@@ -19,9 +19,15 @@ from torch import Tensor, nn
 
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ConfigError, ModelError
-from agentrl.weights.adapter_config import is_adapter, layer_rank, layer_scale, read_adapter_config
-from agentrl.weights.difference import Rounding
-from agentrl.weights.folder import ADAPTER_WEIGHTS, PEFT_PREFIX
+from agentrl.weights.delta import Rounding
+from agentrl.weights.folder import (
+    ADAPTER_WEIGHTS,
+    PEFT_PREFIX,
+    is_adapter,
+    layer_rank,
+    layer_scale,
+    read_adapter_config,
+)
 from agentrl.weights.snapshot import Part, model_parts
 
 if TYPE_CHECKING:

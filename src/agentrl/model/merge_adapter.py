@@ -17,7 +17,7 @@ from agentrl.config.run import ModelConfig
 from agentrl.errors import AgentRLError
 from agentrl.model.load import load_policy
 from agentrl.model.lora import read_layers
-from agentrl.weights.model_folder import atomic_model_folder, complete_folder
+from agentrl.weights.folder import atomic_model_folder, complete_folder
 from agentrl.weights.snapshot import write_alone
 
 

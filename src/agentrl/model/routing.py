@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from agentrl.data.forest import Ints, TokenForest
-from agentrl.documents.routing import ExpertShape
+from agentrl.documents.model_call import ExpertShape
 from agentrl.errors import ModelError
 
 ARGUMENT = "expert_routing"

@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentrl.data.forest import TokenForest
-from agentrl.data.forest_images import ForestImages, rope_positions
+from agentrl.data.forest import ForestImages, TokenForest, rope_positions
 from agentrl.documents.images import Image, picture_of
 from agentrl.errors import ForestError, ModelError
 

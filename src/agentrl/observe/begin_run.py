@@ -17,7 +17,7 @@ from agentrl.config.agreement import (
 )
 from agentrl.config.load import Configs
 from agentrl.config.schema import ModelConfig, TaskConfig
-from agentrl.observe.redact import redact
+from agentrl.observe.logging import redact
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -91,7 +91,7 @@ async def begin_files(store: Store, model: ModelConfig) -> None:
 
     A run that was last trained before they were stored is compared with its version 0, the base in place.
     """
-    from agentrl.weights.model_files import is_read, read_files
+    from agentrl.weights.folder import is_read, read_files
 
     folders = {"base": model.model_name_or_path, "reference": model.reference_model}
     agreed: dict[str, Any] = {}

@@ -22,13 +22,12 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
+from agentrl.base.proxies import blocking_transport
+from agentrl.base.spans import ROOT_BITS, Tracer, use_tracer
 from agentrl.config.load import Configs
 from agentrl.config.schema import ModelConfig, RunConfig, TraceConfig
 from agentrl.errors import ConfigError
-from agentrl.observe.logging import describe_process_id
-from agentrl.observe.redact import redact, redact_and_cut
-from agentrl.proxies import blocking_transport
-from agentrl.spans import ROOT_BITS, Tracer, use_tracer
+from agentrl.observe.logging import describe_process_id, redact, redact_and_cut
 
 if TYPE_CHECKING:
     from opentelemetry import trace as api

@@ -23,12 +23,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from agentrl.batches import batches
+from agentrl.base.batches import batches
+from agentrl.base.registry import Registry
 from agentrl.config.flags import names_in
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.observe.redact import redact
-from agentrl.registry import Registry
+from agentrl.observe.logging import redact
 
 
 class Tracker(Protocol):

@@ -10,6 +10,9 @@ from types import NoneType
 from typing import Any, Protocol
 from urllib.parse import quote
 
+from agentrl.base.permissions import file_name, require_allowed
+from agentrl.base.user_code import describe
+from agentrl.base.validation import read_settings
 from agentrl.chat.chat_format import Message
 from agentrl.documents.base import replace_surrogates
 from agentrl.documents.model_call import DispatchedSamplingTask
@@ -25,11 +28,8 @@ from agentrl.errors import (
     TrajectoryError,
     TurnsLimitError,
 )
-from agentrl.observe.redact import redact_and_cut
-from agentrl.permissions import file_name, require_allowed
+from agentrl.observe.logging import redact_and_cut
 from agentrl.scoring.scorers import ScoreResult
-from agentrl.settings_file import read_settings
-from agentrl.user_code import describe
 
 MESSAGE_CHARS = 8 * 1024
 """Longest stored failure message, in characters; a notice gives the number of characters left out."""

@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+from agentrl.base.registry import Registry
+from agentrl.base.user_code import contain, contain_call
 from agentrl.config.schema import SamplingConfig
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Task
@@ -22,12 +24,10 @@ from agentrl.errors import (
     TrajectoryError,
     TurnsLimitError,
 )
-from agentrl.registry import Registry
 from agentrl.rollout.agent_io import Outcome, checked_outcome
 from agentrl.rollout.rollout import CURRENT, Role, Rollout
-from agentrl.scoring.rewards import checked_role_rewards
+from agentrl.scoring.groups import checked_role_rewards
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, checked_score
-from agentrl.user_code import contain, contain_call
 
 A = TypeVar("A", bound=Callable[..., Any])
 
@@ -73,13 +73,13 @@ def _is_agent_graph(extension: type) -> bool:
 
 
 async def _run_graph(extension: Any, rollout: Rollout) -> Outcome:
-    from agentrl.rollout.langgraph.agent_graph import run_graph_of
+    from agentrl.worlds.langgraph import run_graph_of
 
     return await run_graph_of(extension, rollout)
 
 
 async def _run_agent_graph(extension: type, rollout: Rollout) -> Outcome:
-    from agentrl.rollout.langgraph.agent_graph import run_agent_graph
+    from agentrl.worlds.langgraph import run_agent_graph
 
     return await run_agent_graph(extension, rollout)
 
@@ -87,7 +87,7 @@ async def _run_agent_graph(extension: type, rollout: Rollout) -> Outcome:
 AGENTS: Registry[Agent | AgentClass] = Registry(
     "agent",
     group="agentrl.agents",
-    built_in=("agentrl.harness.agent", "agentrl.harness.verifiers"),
+    built_in=("agentrl.worlds.harness.agent", "agentrl.worlds.verifiers"),
     convert=_agent,
 )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from agentrl.base.registry import Registry
 from agentrl.chat.chat_format import Message
-from agentrl.registry import Registry
 from agentrl.rollout.rollout import ContextManager, Role
 
 CONTEXT_MANAGERS: Registry[ContextManager] = Registry(

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from agentrl.concurrency import end_tasks, wait_for_any
+from agentrl.base.concurrency import end_tasks, wait_for_any
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreError

@@ -16,10 +16,9 @@ from agentrl.chat.parsers.base import ToolCall
 from agentrl.documents.images import ImageSpan
 from agentrl.errors import ContextFullError, TrajectoryError
 from agentrl.inference.engine import Progress
-from agentrl.rollout.model_call import PendingCall, Turn
 from agentrl.rollout.prompts import Chain, Prompt, prefix_digests, prompt_of
 from agentrl.rollout.tool_calls import Tools, execute
-from agentrl.rollout.trajectory_calls import TrajectoryCalls
+from agentrl.rollout.trajectory_calls import PendingCall, TrajectoryCalls, Turn
 from agentrl.tools.base import Schema
 
 MakeProgress = Callable[[list[int]], Progress]

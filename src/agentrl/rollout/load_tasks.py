@@ -1,36 +1,289 @@
-"""Read tasks from any source, and load them into a run."""
+"""Read tasks from any source, and load them into a run.
+
+Only data files are downloaded, into the hub's cache; no code of a repository is run. Without network the
+cache is read.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+from urllib.parse import parse_qsl
 
+import httpx2
+from pydantic import Field
+
+from agentrl.base.installation import require
+from agentrl.base.permissions import allow
+from agentrl.base.process_pool import run_in_process
+from agentrl.base.registry import import_modules
+from agentrl.base.user_code import describe
+from agentrl.base.validation import Settings, read_config
 from agentrl.config.schema import TaskConfig
 from agentrl.documents.task import Task, scorer_weights
-from agentrl.documents.task_file import ReadResult
+from agentrl.documents.task_file import Item, ReadResult, TaskSource, read_tasks
+from agentrl.documents.task_json import BadTaskError
 from agentrl.documents.task_rows import TaskRows
-from agentrl.documents.task_source import Item
-from agentrl.environments.tasks import read_task_source
-from agentrl.errors import ScorerError
+from agentrl.environments.base import ENVIRONMENTS, Environment, TaskRequest
+from agentrl.environments.session import environment_names, names_of
+from agentrl.errors import AgentRLError, ScorerError, TaskEnvironmentError, TaskFileError, nearest
 from agentrl.observe.terminal import clean
-from agentrl.permissions import allow
-from agentrl.registry import import_modules
 from agentrl.rollout.preflight import TaskNames, unusable_environments
-from agentrl.scoring.math_equality import unparsed
-from agentrl.scoring.normal_form import number
-from agentrl.scoring.process_pool import run_in_process
-from agentrl.scoring.scorable import unscorable
+from agentrl.scoring.answers import require_readable, unscorable
+from agentrl.scoring.math_equality import number, unparsed
+from agentrl.worlds.harbor.source import is_harbor, open_harbor
+from agentrl.worlds.task_tables import find_files, open_files, open_tables, read_plain
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
     from agentrl.store.tasks import LoadResult
 
-
 logger = logging.getLogger(__name__)
+
+HUB: Final = "hf://"
+_ADDRESS = re.compile(r"hf://([\w.-]+(?:/[\w.-]+)?)(?:/([^@:]+))?(?:@([^:]+))?(?::(.+))?")
+_SECONDS = 30.0
+
+
+def open_hub(text: str, wanted: str) -> TaskSource:
+    """Download a split, ``wanted`` unless the address names one, and open it. Raises TaskFileError.
+
+    Its tasks may not name Python code: others write them.
+    """
+    address = _ADDRESS.fullmatch(text)
+    if address is None:
+        raise TaskFileError(
+            f"{text}: this is not the address of a data set",
+            hint="write hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], such as hf://openai/gsm8k/main:train",
+        )
+    require("huggingface_hub", text)
+    name, config, revision, split = address.groups()
+    folder = _download(text, name, revision, ["README.md"])
+    names = _listing(text, name, folder)
+    found = find_files(names, lambda item: read_plain(folder / item), text)
+    files = found.files(config, split, wanted)
+    folder = _download(text, name, folder.name, files)
+    missing = [item for item in files if not (folder / item).is_file()]
+    if missing:
+        raise TaskFileError(
+            f"{text}: the file {missing[0]} is not in the cache", hint="load it with network once"
+        )
+    sha = folder.name
+    pinned = "" if revision else f"; {HUB}{name}{'/' + config if config else ''}@{sha[:10]} stays with it"
+    logger.info("%s is revision %s%s", text, sha[:10], pinned)
+    source = open_tables([folder / item for item in files], Path(text), folder=folder)
+    source.is_trusted = False
+    return source
+
+
+def _listing(text: str, name: str, folder: Path) -> Sequence[str]:
+    """Return the files of the commit in ``folder``: of the repository, or of the cache without network."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        info = HfApi().dataset_info(name, revision=folder.name, timeout=_SECONDS)
+    except HfHubHTTPError as error:
+        raise _refused(text, error) from error
+    except (OSError, httpx2.TransportError):
+        logger.warning("%s: the hub cannot be reached; its cache is read", text)
+        return [item.relative_to(folder).as_posix() for item in sorted(folder.rglob("*")) if item.is_file()]
+    return sorted(item.rfilename for item in info.siblings or ())
+
+
+def _download(text: str, name: str, revision: str | None, files: Sequence[str]) -> Path:
+    """Download files of a revision; return its folder in the cache, which is named by the commit."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                repo_type="dataset",
+                revision=revision,
+                etag_timeout=_SECONDS,
+                allow_patterns=list(files),
+            )
+        )
+    except (OSError, ValueError, httpx2.TransportError) as error:
+        raise _refused(text, error) from error
+
+
+def _refused(text: str, error: Exception) -> TaskFileError:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    unreached = (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx2.TransportError, ConnectionError)
+    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, HfHubHTTPError):
+        error = error.__cause__  # the hub has answered
+    if isinstance(error, unreached) and not isinstance(error, HfHubHTTPError):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        return TaskFileError(
+            f"{text} cannot be downloaded: {why}, and it is not in this machine's cache",
+            hint="check the network and HF_ENDPOINT, or download its files elsewhere and give their folder",
+        )
+    reason = " ".join(str(error).split())[:300]
+    return TaskFileError(
+        f"{text} cannot be downloaded: {reason}",
+        hint="check the name and the revision; a private or gated data set needs HF_TOKEN",
+    )
+
+
+PREFIX = "env:"
+DEFAULT_COUNT = 1000
+LARGEST_COUNT = 10_000_000
+ANSWERING_AGENT = "multi_turn"
+"""The agent of tasks whose environment answers messages, unless a task names another."""
+
+_OWN = ("n", "seed", "split", "agent_name")
+_HINT = "write env:NAME?n=1000&seed=1, in quotes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address(Settings):
+    """The tasks of an environment: ``env:NAME?n=…&seed=…&split=…&agent_name=…`` and its own options."""
+
+    name: str
+    n: Annotated[int, Field(ge=1, le=LARGEST_COUNT)] = DEFAULT_COUNT
+    seed: int = 0
+    split: str | None = None
+    agent_name: str | None = None
+    """The agent of all tasks, instead of the one that the environment names."""
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Return the parts of ``text``. Raises TaskFileError."""
+        name, _, query = text.removeprefix(PREFIX).partition("?")
+        try:
+            pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+        except ValueError as error:
+            raise TaskFileError(f"{text}: the part behind '?' is not key=value&…", hint=_HINT) from error
+        given = dict(pairs)
+        if not name or len(given) < len(pairs):
+            problem = "a parameter is given twice" if name else "it names no environment"
+            raise TaskFileError(f"{text}: {problem}", hint=_HINT)
+        own = {key: given.pop(key) for key in _OWN if key in given}
+        return read_config(
+            cls, {"name": name, "options": given, **own}, text, hint=_HINT, error=TaskFileError
+        )
+
+    def request(self, split: str) -> TaskRequest:
+        """Return what the environment gets for tasks that are loaded into ``split``."""
+        own = self.split or ("train" if split == "train" else "eval")
+        return TaskRequest(n=self.n, seed=self.seed, split=own, options=self.options)
+
+
+def is_address(path: str | Path) -> bool:
+    """Return whether ``path`` is the address of an environment rather than a file."""
+    return str(path).startswith(PREFIX)
+
+
+def read_task_source(
+    path: str | Path, *, split: str = "train", seed: int = 0, shuffle: bool = True, num_generations: int = 8,
+    skip_bad_lines: bool = False, rows: TaskRows | None = None,
+    require_names: Callable[[Task], None] = lambda task: None,
+    look: Callable[[Task, Item], None] = lambda task, item: None,
+) -> ReadResult:  # fmt: skip
+    """Read the tasks of any source; see ``read_tasks``. An answer that its scorer cannot read is bad.
+
+    ``require_names`` raises BadTaskError for a task that names what cannot be used.
+    """
+
+    def check(task: Task, item: Item) -> None:
+        require_readable(task)
+        require_names(task)
+
+    def names(task: Task) -> frozenset[str]:
+        try:
+            return names_of(task) | environment_names(task)
+        except TaskEnvironmentError as error:
+            raise BadTaskError(error.message) from error
+
+    return read_tasks(
+        path, split=split, seed=seed, shuffle=shuffle, num_generations=num_generations,
+        skip_bad_lines=skip_bad_lines, source=open_source(str(path), split), rows=rows, check=check,
+        look=look, names=names,
+    )  # fmt: skip
+
+
+def open_source(text: str, split: str) -> TaskSource:
+    """Open a task file, a folder of data or of Harbor tasks, ``hf://NAME`` or ``env:NAME?…``, for ``split``.
+
+    Raises TaskFileError, and ConfigError for what this machine cannot run or read.
+    """
+    if is_address(text):
+        return generate(text, split)
+    if is_harbor(text):
+        return open_harbor(text)
+    wanted = "train" if split == "train" else "eval"
+    if text.startswith("hf://"):
+        return open_hub(text, wanted)
+    return open_files(text, wanted)
+
+
+def generate(text: str, split: str) -> TaskSource:
+    """Generate the tasks of an address for ``split`` into a temporary file, one a line.
+
+    Raises ConfigError for an unknown environment or one that this machine cannot run, and TaskFileError for a
+    malformed address or an environment that raises.
+    """
+    address = Address.parse(text)
+    kind = ENVIRONMENTS.get(address.name)
+    known = [*_OWN, *kind.options]
+    for name in address.options:
+        if name not in known:
+            raise TaskFileError(
+                f"{text}: environment {address.name} has no option {name!r}; it has {', '.join(known)}",
+                hint=nearest(name, known) or _HINT,
+            )
+    kind.check()
+    request = address.request(split)
+    file = tempfile.TemporaryFile()  # noqa: SIM115  TaskSource closes it
+    try:
+        for task in _tasks(text, address, kind, request):
+            file.write(task + b"\n")
+    except BaseException:
+        file.close()
+        raise
+    file.seek(0)
+    return TaskSource(Path(text), cast("Any", file))
+
+
+def _tasks(text: str, address: Address, kind: type[Environment], request: TaskRequest) -> Iterator[bytes]:
+    """Yield the JSON of each task. Its id has the index and a digest of all that decides the task."""
+    name, chosen = address.name, {"agent_name": address.agent_name} if address.agent_name else {}
+    decides = [name, request.seed, request.split, sorted(request.options.items())]
+    decided = json.dumps([*decides, chosen] if chosen else decides)
+    digest = hashlib.sha256(decided.encode()).hexdigest()[:8]
+    stem = f"{name.rpartition(':')[2]}-{digest}"
+    fixed: dict[str, Any] = {"environment": name, **kind.task_defaults}
+    if kind.answers_messages():
+        fixed = {"agent_name": ANSWERING_AGENT, **fixed}
+    made = 0
+    try:
+        for own in islice(kind.tasks(request), request.n):
+            task = {"id": f"{stem}-{made:06d}", **fixed, **own, **chosen}
+            yield json.dumps(task, ensure_ascii=False, allow_nan=False).encode()
+            made += 1
+    except AgentRLError:
+        raise
+    except Exception as error:
+        raise TaskFileError(
+            f"{text}: environment {name} cannot generate task {made}: {describe(error)}",
+            hint="a task is a mapping of JSON values with the fields of a task file (docs/tasks.md)",
+        ) from error
+
 
 _PARSED = 200
 _PARSE_SECONDS = 60.0

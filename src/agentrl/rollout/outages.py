@@ -14,7 +14,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from agentrl.concurrency import Deadline, end_tasks, task_group
+from agentrl.base.concurrency import Deadline, end_tasks, task_group
 from agentrl.errors import (
     DATABASE,
     ENGINES,
@@ -27,7 +27,7 @@ from agentrl.errors import (
     ToolServerError,
     tool_server,
 )
-from agentrl.observe.redact import redact_and_cut
+from agentrl.observe.logging import redact_and_cut
 from agentrl.store.claims import Needs
 from agentrl.store.mechanics.retry import log_store_errors
 from agentrl.tools.pool import ToolPool

@@ -8,21 +8,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from agentrl.base.registry import Registry
 from agentrl.chat.chat_format import ChatFormat, unseen_problem
 from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig
 from agentrl.documents.task import Task, scorer_weights
-from agentrl.documents.task_messages import BadTaskError
+from agentrl.documents.task_json import BadTaskError
 from agentrl.environments.base import ENVIRONMENTS
 from agentrl.environments.session import require_names
 from agentrl.errors import AgentRLError, ConfigError, TaskEnvironmentError, ToolServerError, TrajectoryError
 from agentrl.llm.agent_config import ModelEndpoint, load_judge
 from agentrl.observe.terminal import clean
-from agentrl.registry import Registry
 from agentrl.rollout.agent_io import agent_cfg_path
 from agentrl.rollout.agents import AGENTS, check_agent
-from agentrl.scoring.advantages import ESTIMATORS
 from agentrl.scoring.answers import check_schema
-from agentrl.scoring.groups import GROUP_FILTERS
+from agentrl.scoring.groups import ESTIMATORS, GROUP_FILTERS
 from agentrl.scoring.judge import JUDGES
 from agentrl.scoring.scorers import SCORERS
 from agentrl.tools.pool import ToolPool
@@ -254,7 +253,7 @@ async def _reach(endpoint: ModelEndpoint) -> None:
     """Send an endpoint one request; log a warning if it does not answer."""
     import httpx2
 
-    from agentrl.proxies import ProxiedTransport
+    from agentrl.base.proxies import ProxiedTransport
 
     try:
         async with httpx2.AsyncClient(timeout=_REACH_SECONDS, transport=ProxiedTransport()) as client:

@@ -15,11 +15,11 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from agentrl.chat.chat_format import Message, without_thought
-from agentrl.chat.conversation import Conversation
+from agentrl.base.concurrency import Deadline
+from agentrl.base.user_code import contain, describe
+from agentrl.base.validation import Positive, PositiveWhole, Settings, Text, read_config
+from agentrl.chat.chat_format import Message, require_text_only, without_thought
 from agentrl.chat.parsers.base import ParsedMessage, ToolCall
-from agentrl.chat.vision import require_text_only
-from agentrl.concurrency import Deadline
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.base import sanitize_bson
 from agentrl.documents.images import content_with, text_of
@@ -39,7 +39,7 @@ from agentrl.errors import (
 )
 from agentrl.inference.engine import Generation
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
-from agentrl.llm.ask import Answer, NoAnswerError, ask
+from agentrl.llm.client import Answer, NoAnswerError, ask
 from agentrl.rollout.agent_io import (
     AgentCfg,
     Endpoint,
@@ -51,14 +51,18 @@ from agentrl.rollout.agent_io import (
     read_agent_cfg,
 )
 from agentrl.rollout.histories import Histories, MakeProgress
-from agentrl.rollout.model_call import PendingCall, Turn, cleaned, message_of, with_text_arguments
-from agentrl.rollout.prompts import Prompt
+from agentrl.rollout.prompts import Conversation, Prompt
 from agentrl.rollout.tool_calls import Tools, run_tool_calls
-from agentrl.rollout.trajectory_calls import TrajectoryCalls
+from agentrl.rollout.trajectory_calls import (
+    PendingCall,
+    TrajectoryCalls,
+    Turn,
+    cleaned,
+    message_of,
+    with_text_arguments,
+)
 from agentrl.scoring.scorers import ScoredCall, ScoreResult
 from agentrl.tools.base import Schema, schema_name
-from agentrl.user_code import contain, describe
-from agentrl.validation import Positive, PositiveWhole, Settings, Text, read_config
 
 ContextManager = Callable[[Any], Awaitable[list[Message] | None]]
 """Takes the Rollout, or the Role of a trajectory with several.

@@ -14,15 +14,14 @@ from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
 from agentrl.environments.session import environment_of, full_environments
 from agentrl.errors import StoreUnavailableError
-from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.held_claims import HeldClaims, bounded
-from agentrl.rollout.housekeeping import EpochPlan, Housekeeping, Tails, collect_while_idle
+from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer, Housekeeping, Tails, collect_while_idle
 from agentrl.rollout.outages import LateServers, report_outages
 from agentrl.rollout.preflight import require_tools
 from agentrl.rollout.scoring import ScoringQueue
 from agentrl.rollout.worker import Worker
 from agentrl.store.claims import GroupLimit, Needs
-from agentrl.store.selection import Selection
+from agentrl.store.epochs import Selection
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

@@ -7,26 +7,26 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agentrl.concurrency import background, wait_for_any
+from agentrl.base.concurrency import background, wait_for_any
+from agentrl.base.permissions import allow, is_allowed
+from agentrl.base.processes import stop_on_signals
+from agentrl.base.registry import import_modules
+from agentrl.base.spans import NO_SPAN, Span, tracer
+from agentrl.base.user_code import contain_call, contain_errors
 from agentrl.config.load import Configs
 from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig, TaskConfig
-from agentrl.data.rescore import scorer_context
 from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.documents.task import FEEDBACK, Claim
 from agentrl.environments.session import names_of
 from agentrl.errors import FailureError, LeaseLostError, ScorerError, StoreError
-from agentrl.permissions import allow, is_allowed
-from agentrl.processes import stop_on_signals
-from agentrl.registry import import_modules
+from agentrl.lab.rescore import scorer_context
 from agentrl.rollout.agent_io import failure_text
 from agentrl.rollout.held_claims import HeldClaims, owner_name
 from agentrl.rollout.outages import Blame, Outages, report_outages
 from agentrl.scoring.scorers import ScorerContext, score_context
-from agentrl.spans import NO_SPAN, Span, tracer
 from agentrl.store.client import open_existing
 from agentrl.store.mechanics.retry import retry_outages
-from agentrl.user_code import contain_call, contain_errors
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

@@ -1,19 +1,23 @@
-"""Assemble a worker and a sampler from flags: chat format, sampling parameters, engines, tools, signals."""
+"""Run a sampler process: assemble worker and sampler from flags, load tasks, claim until all is done."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from agentrl.base.permissions import allow, names_outside
+from agentrl.base.processes import stop_on_signals
+from agentrl.base.registry import import_modules
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.model_folder import model_context_length, tokenizer_fingerprint
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.parsers.arguments import load_validator
 from agentrl.chat.parsers.base import PARSERS
+from agentrl.config.agreement import sampler_settings
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
@@ -29,34 +33,39 @@ from agentrl.config.schema import (
     ToolConfig,
     TrainConfig,
 )
+from agentrl.data.finalize_group import TRAIN_SPLIT
 from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
-from agentrl.environments.harbor.machine import use_containers
+from agentrl.documents.task_file import ReadResult
 from agentrl.errors import ModelError
 from agentrl.inference.engine import Router
-from agentrl.inference.engine_list import LiveEngines
-from agentrl.inference.session import EngineRouter
-from agentrl.permissions import allow
-from agentrl.registry import import_modules
+from agentrl.inference.session import EngineRouter, LiveEngines
+from agentrl.observe.begin_run import begin_model, begin_run
 from agentrl.rollout.agent_io import Endpoint, agent_cfg_path
 from agentrl.rollout.agents import check_agent
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.held_claims import owner_name
-from agentrl.rollout.housekeeping import EpochPlan
+from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer, collect_garbage_less_often
+from agentrl.rollout.load_tasks import load_read_tasks, read_source
 from agentrl.rollout.outages import Outages
+from agentrl.rollout.preflight import probe, require_groups
 from agentrl.rollout.prompts import context_problem
-from agentrl.rollout.sampler import SamplerConfig
+from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.worker import Worker
-from agentrl.scoring.advantages import ESTIMATORS
-from agentrl.store.selection import Selection
-from agentrl.tools.browse import open_browse_agent
+from agentrl.scoring.groups import ESTIMATORS
+from agentrl.store.claims import GroupLimit
+from agentrl.store.client import Store, open_store
+from agentrl.store.epochs import CURRICULUM, ORDER, Selection
+from agentrl.store.mechanics.retry import retry_outages
 from agentrl.tools.pool import ToolPool
-from agentrl.weights.folder import replayed_experts
+from agentrl.weights.folder import replayed_experts, require_folder
 from agentrl.weights.local_copy import model_files, weights_dir
+from agentrl.worlds.browse import open_browse_agent
+from agentrl.worlds.harbor.machine import use_containers
 
 if TYPE_CHECKING:
-    from agentrl.gateway.host import GatewayHost
+    from agentrl.gateway.app import GatewayHost
     from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)
@@ -214,7 +223,7 @@ class SamplerGateway:
         """Return the endpoint of a trajectory."""
         if self.host is None:
             from agentrl.gateway.answerer import Answerer
-            from agentrl.gateway.host import GatewayHost
+            from agentrl.gateway.app import GatewayHost
 
             answerer = Answerer(
                 store=self.store,
@@ -282,3 +291,114 @@ async def open_worker(
             environment_timeout=configs[ToolConfig].tool_timeout_seconds,
         )  # fmt: skip
         yield worker, router
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Limit the groups that are being sampled or wait to be trained.
+
+    Groups are trained in the order in which they began. With at most (``max_staleness`` + 1) ×
+    ``groups_per_step`` groups open, including the step in progress, a group that begins with the newest
+    weights is trained at most ``max_staleness`` steps later. Unpublished weights, and engines that serve
+    older ones, reduce this limit by the number of optimizer steps that they lag. ``oversample_groups`` more
+    may be open, so that a step does not wait for the slowest groups. Groups that miss their step may become
+    stale.
+    """
+
+    sampling: SamplingConfig
+    training: TrainConfig
+
+    @property
+    def max_staleness(self) -> int:
+        """Return how many optimizer steps sampling may run ahead: 0 with ``--sync_sampling``."""
+        return 0 if self.sampling.sync_sampling else self.sampling.max_staleness
+
+    async def groups_allowed(self, store: Store, engine_versions: Collection[int]) -> GroupLimit:
+        """Return how many groups may be open after the last step. Groups that have begun may always finish.
+
+        ``engine_versions`` are the versions that engines serve; with none, the newest counts. The version of
+        the earliest step decides: after a resume, that need not be the lowest number.
+        """
+        newest = await store.policy_versions.latest()
+        step = await store.steps.last()
+        trained = 0 if step is None else step.step
+        published = 0 if newest is None else newest.step
+        served = published
+        for version in engine_versions:
+            if newest is not None and version < newest.id:
+                serving = await store.policy_versions.get(version)
+                served = min(served, 0 if serving is None else serving.step)
+        lag = max(trained, published) - served
+        groups = max(0, self.max_staleness + 1 - lag) * self.training.groups_per_step
+        if groups:
+            groups += self.sampling.oversample_groups
+        return GroupLimit(groups, after_step=trained, engines_lag=served < published)
+
+
+async def sample(configs: Configs) -> None:
+    """Run a sampler until every epoch is finalized, its work runs out, or a signal stops it."""
+    run, tasks, sampling, groups = (
+        configs[RunConfig], configs[TaskConfig], configs[SamplingConfig], configs[GroupConfig],
+    )  # fmt: skip
+    config = sampler_config(
+        configs,
+        TRAIN_SPLIT,
+        epochs=tasks.num_train_epochs,
+        selection=_selection(tasks),
+        idle_exit_seconds=sampling.idle_exit_seconds,
+    )
+    stop = stop_on_signals()
+    with retry_outages(run.db_wait_seconds, stop):
+        require_extensions(configs)
+        require_folder(configs[ModelConfig])
+        read = await _read_tasks(configs)
+        async with await open_store(run) as store:
+            await _join_run(store, configs, read)
+            await allow_configured_imports(store, configs)
+            async with open_worker(store, configs, stop=stop, trains=True) as (worker, router):
+                collect_garbage_less_often()
+                await probe(
+                    store, worker.tools, sampling, TRAIN_SPLIT, groups, configs[AgentConfig],
+                    chat_format=worker.chat_format,
+                )  # fmt: skip
+                await store.imports.add(names_outside({groups.group_filter or "", groups.advantage}))
+                await store.settings.begin("chat", worker.chat_format.agreed_settings, "sample")
+                finalizer = GroupFinalizer(store, groups, split=TRAIN_SPLIT, seed=run.seed)
+                admission = Admission(sampling, configs[TrainConfig])
+                if sampling.tail_policy == "cut":
+                    config = replace(config, cut_after=admission.max_staleness + 1)
+                sampler = Sampler(
+                    store,
+                    worker,
+                    finalizer,
+                    config,
+                    lambda: admission.groups_allowed(store, router.engines.policy_versions()),
+                )
+                await sampler.run(stop)
+
+
+def _selection(tasks: TaskConfig) -> Selection | None:
+    """Return how tasks are selected; None for the order of the epoch."""
+    if tasks.task_selection == ORDER:
+        return None
+    return Selection(tasks.num_train_epochs, by_level=tasks.task_selection == CURRICULUM)
+
+
+async def _read_tasks(configs: Configs) -> ReadResult | None:
+    """Read and check ``--train_file``; None without one."""
+    tasks = configs[TaskConfig]
+    if tasks.train_file is None:
+        return None
+    require_groups(configs[GroupConfig], tasks.num_generations)
+    return await read_source(tasks.train_file, tasks, split=TRAIN_SPLIT, seed=configs[RunConfig].seed)
+
+
+async def _join_run(store: Store, configs: Configs, read: ReadResult | None) -> None:
+    """Begin the run or check its settings, load the tasks ``read``, reopen failed slots if asked to."""
+    train_file = configs[TaskConfig].train_file
+    await begin_run(store, configs, "sample", sampler_settings(configs))
+    await begin_model(store, configs[ModelConfig].model_name_or_path, "sample")
+    if read is not None and train_file is not None:
+        await load_read_tasks(store, train_file, read)
+    if configs[SamplingConfig].resample_error_records:
+        await store.claims.reopen_failed(TRAIN_SPLIT)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from agentrl.base.user_code import contain_errors
 from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers.arguments import validate_call
 from agentrl.chat.parsers.base import ToolCall
@@ -14,14 +15,13 @@ from agentrl.documents.base import replace_surrogates
 from agentrl.documents.images import Part
 from agentrl.documents.model_call import ToolExecution, storable_arguments
 from agentrl.errors import ToolServerError, tool_server
-from agentrl.rollout.model_call import PendingCall, Turn
 from agentrl.rollout.outages import Clock, Outages
 from agentrl.rollout.trace import end_tool, tool_span
+from agentrl.rollout.trajectory_calls import PendingCall, Turn
 from agentrl.tools.base import Schema, ToolResult, schema_name
-from agentrl.user_code import contain_errors
 
 if TYPE_CHECKING:
-    from agentrl.store.images import Images
+    from agentrl.store.model_calls import Images
 
 _NOT_SHOWN = re.compile(r"(\[image, [^\]\n]{1,200}); not shown\]")
 """The description of an image that the model sees behind the text."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from agentrl.base.spans import NO_SPAN, Attributes, Span, tracer
 from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers.base import ToolCall
 from agentrl.documents.model_call import ToolExecution
@@ -12,7 +13,6 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.inference.engine import Generation
 from agentrl.rollout.agent_io import Outcome
-from agentrl.spans import NO_SPAN, Attributes, Span, tracer
 
 PROVIDER = "agentrl"
 

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
+from agentrl.base.permissions import allow, is_allowed
+from agentrl.base.spans import Span
+from agentrl.base.user_code import contain, contain_call
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, ToolConfig
 from agentrl.documents.record import Failure
@@ -30,7 +33,6 @@ from agentrl.errors import (
     TrajectoryError,
 )
 from agentrl.inference.engine import Engine, Router
-from agentrl.permissions import allow, is_allowed
 from agentrl.rollout.agent_io import Gateway, Outcome, failure_text
 from agentrl.rollout.agents import AGENTS, Agent, AgentClass, run_agent, scorer_context
 from agentrl.rollout.context import CONTEXT_MANAGERS
@@ -42,10 +44,8 @@ from agentrl.rollout.trace import end_trajectory, trajectory_span
 from agentrl.rollout.trajectory_calls import CallWriter, TrajectoryCalls
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.scorers import require_scorer
-from agentrl.spans import Span
 from agentrl.tools.base import Trajectory
 from agentrl.tools.pool import ToolPool
-from agentrl.user_code import contain, contain_call
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

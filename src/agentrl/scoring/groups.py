@@ -1,4 +1,13 @@
-"""Decide a finished group: which trajectories are trained, and with which advantage; users may filter it."""
+"""Decide a finished group: rewards, advantages, and which trajectories are trained; users may filter it.
+
+A call's reward comes from the scorer or, if the scorer gives none, from the tools that the call used. It is
+credited to the tokens of that call alone, beside the advantage of the trajectory's score.
+
+The rewards of one role are compared over the trajectories of a group that give it one. The tokens of a role
+are trained with the advantage of its own reward instead of that of the trajectory's score.
+
+The built-in ones treat values within rounding error of the baseline as 0.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +15,331 @@ import copy
 import inspect
 import random
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from agentrl.config.groups import RIGHT_THRESHOLD, GroupConfig
-from agentrl.documents.base import replace_surrogates
-from agentrl.documents.record import Record
+from agentrl.base.registry import Registry
+from agentrl.base.user_code import contain_call, describe
+from agentrl.config.training import RIGHT_THRESHOLD, GroupConfig
+from agentrl.documents.base import LARGEST_SCORE, is_finite, is_score, replace_surrogates, score_problem
+from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS, Record
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Task
-from agentrl.errors import GroupError
-from agentrl.registry import Registry
-from agentrl.scoring.advantages import ESTIMATORS, agrees, estimate
-from agentrl.scoring.rewards import (
-    added,
-    role_additions,
-    role_rewards_agree,
-    turn_advantages,
-    turn_rewards_agree,
+from agentrl.errors import GroupError, ScorerError
+
+_REWARDS_HINT = "return one finite number for each of ScorerContext.calls, or {index of the call: reward}"
+
+
+def checked_turn_rewards(name: str, given: Any, calls: int) -> list[float] | None:
+    """Return what scorer ``name`` gives to ``calls`` model calls: one number for each, or an empty list.
+
+    ``given`` is a list, {index: reward}, or None, which is returned. Raises ScorerError for anything else.
+    """
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        unknown = [key for key in given if not isinstance(key, int) or not 0 <= key < calls]
+        if unknown:
+            raise ScorerError(
+                f"scorer {name} rewards the model call {describe(unknown[0])} of {calls}", hint=_REWARDS_HINT
+            )
+        given = [given.get(index, 0.0) for index in range(calls)]
+    if not isinstance(given, (list, tuple)) or len(given) not in (0, calls):
+        raise ScorerError(
+            f"scorer {name} returned the turn rewards {describe(given)} for {calls} model calls",
+            hint=_REWARDS_HINT,
+        )
+    for value in given:
+        if not is_score(value):
+            raise ScorerError(f"scorer {name} returned the turn reward {describe(value)}", hint=_REWARDS_HINT)
+    return [float(value) for value in given]
+
+
+def stored_turn_rewards(
+    own: Sequence[float] | None, tool_rewards: Sequence[Sequence[float]]
+) -> dict[str, list[float]]:
+    """Return ``{"turn_rewards": [one per model call]}`` for a score's details; empty if nothing gives one.
+
+    ``own`` are the scorer's; None takes the sums of ``tool_rewards``, which has those of each call's tools.
+    """
+    if own is None:
+        own = [float(sum(rewards)) for rewards in tool_rewards] if any(tool_rewards) else []
+    return {TURN_REWARDS: list(own)} if own else {}
+
+
+def turn_advantages(records: Sequence[Record], config: GroupConfig) -> dict[str, tuple[float, ...]]:
+    """Return the advantage of each model call from the group's turn rewards; empty without any.
+
+    The estimator compares the calls at the same position of all ``records``, so that no call is in its own
+    baseline. A trajectory that ended before that position, or has no turn rewards, has the reward 0 there.
+    """
+    longest = max((len(record.turn_rewards) for record in records), default=0)
+    if longest == 0:
+        return {}
+    columns = [
+        [value * config.adv_scaling for value in estimate(config.advantage, _column(records, index))]
+        for index in range(max(longest, *(record.turns for record in records)))
+    ]
+    return {
+        record.id: tuple(column[index] for column in columns[: max(record.turns, len(record.turn_rewards))])
+        for index, record in enumerate(records)
+    }
+
+
+def turn_rewards_agree(records: Sequence[Record], min_spread: float) -> bool:
+    """Return whether the turn rewards differ by less than ``min_spread`` at every position."""
+    longest = max((len(record.turn_rewards) for record in records), default=0)
+    return all(agrees(_column(records, index), min_spread) for index in range(longest))
+
+
+def _column(records: Sequence[Record], index: int) -> list[float]:
+    rewards = (record.turn_rewards for record in records)
+    return [values[index] if index < len(values) else 0.0 for values in rewards]
+
+
+Additions = Mapping[str, tuple[float, ...]]
+"""{Record id: what is added to the advantage of each model call}."""
+
+
+def checked_role_rewards(
+    name: str, given: Any, roles: Sequence[str | None], what: str = "scorer"
+) -> dict[str, float] | None:
+    """Return the rewards that ``name`` gives to roles, {role: reward}; None if it gives none.
+
+    ``roles`` has the role of each model call. Raises ScorerError for a role that made no call, and for a
+    reward that is not a finite number.
+    """
+    if given is None:
+        return None
+    known = sorted({role for role in roles if role is not None})
+    hint = f"the roles of this trajectory are: {', '.join(known) or 'none'}"
+    if not isinstance(given, Mapping):
+        raise ScorerError(f"{what} {name} returned the role rewards {describe(given)}", hint=hint)
+    for role, value in given.items():
+        if role not in known:
+            raise ScorerError(
+                f"{what} {name} rewards the role {describe(role)}, which made no call", hint=hint
+            )
+        if isinstance(value, bool) or not is_score(value):
+            raise ScorerError(
+                f"{what} {name} gives the role {role} the reward {describe(value)}",
+                hint="give a finite number",
+            )
+    return {role: float(value) for role, value in given.items()}
+
+
+def stored_role_rewards(rewards: Mapping[str, float] | None, roles: Sequence[str | None]) -> dict[str, Any]:
+    """Return what a score's details hold of roles: their rewards, and the role of each model call."""
+    if not rewards:
+        return {}
+    return {ROLE_REWARDS: dict(rewards), CALL_ROLES: list(roles)}
+
+
+def role_additions(
+    records: Sequence[Record], advantages: Mapping[str, float], config: GroupConfig
+) -> Additions:
+    """Return what makes the advantage of each call that of its role; empty without role rewards.
+
+    ``advantages`` are those of the trajectories, which calls of a role without a reward keep. A role with a
+    reward in one trajectory only has the advantage 0 there, unless the estimator needs no others.
+    """
+    own: dict[str, dict[str, float]] = {record.id: {} for record in records}
+    for role, column in _columns(records):
+        if len(column) == 1 and ESTIMATORS.get(config.advantage).needs_others:
+            values = [0.0]
+        else:
+            values = estimate(config.advantage, list(column.values()))
+        for record_id, value in zip(column, values, strict=True):
+            own[record_id][role] = value * config.adv_scaling
+    return {
+        record.id: tuple(
+            own[record.id][role] - advantages[record.id] if role in own[record.id] else 0.0
+            for role in record.call_roles
+        )
+        for record in records
+        if own[record.id]
+    }
+
+
+def added(first: Additions, second: Additions) -> dict[str, tuple[float, ...]]:
+    """Return the sums of two additions, call by call; the shorter one is continued with 0."""
+    return {key: _sum(first.get(key, ()), second.get(key, ())) for key in {**first, **second}}
+
+
+def role_rewards_agree(records: Sequence[Record], min_spread: float) -> bool:
+    """Return whether the rewards of every role differ by less than ``min_spread``."""
+    return all(agrees(list(column.values()), min_spread) for _, column in _columns(records))
+
+
+def _columns(records: Sequence[Record]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield each role with its rewards, {Record id: reward}."""
+    roles = {role: None for record in records for role in record.role_rewards}
+    for role in sorted(roles):
+        yield (
+            role,
+            {record.id: record.role_rewards[role] for record in records if role in record.role_rewards},
+        )
+
+
+def _sum(first: Sequence[float], second: Sequence[float]) -> tuple[float, ...]:
+    length = max(len(first), len(second))
+    padded = [[*values, *[0.0] * (length - len(values))] for values in (first, second)]
+    return tuple(left + right for left, right in zip(*padded, strict=True))
+
+
+_NOISE_OF_RANGE = 1e-6
+"""Advantages below this share of the group's range are 0."""
+
+_NOISE_OF_SIZE = 1e-9
+"""Rewards that differ by less than this share of the largest are equal."""
+
+_STD_FLOOR = 1e-6
+
+_LARGEST = 4 * LARGEST_SCORE
+"""Largest size of an advantage; the built-in ones are at most the difference of two scores."""
+
+_ADVANTAGES_HINT = "return one finite number for each reward, in the same order"
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageEstimator:
+    """A function from the rewards of a group's trajectories to their advantages, in the same order."""
+
+    function: Callable[[Sequence[float]], Sequence[float]]
+    needs_others: bool = True
+    """True if it compares trajectories: then a group of one trajectory is not trained."""
+
+    def __call__(self, rewards: Sequence[float]) -> Sequence[float]:
+        return self.function(rewards)
+
+
+def _estimator(extension: Any) -> AdvantageEstimator:
+    """Return a plain function as an estimator that compares trajectories."""
+    if isinstance(extension, AdvantageEstimator):
+        return extension
+    if not callable(extension):
+        raise TypeError(f"it is of type {type(extension).__name__}, not a function")
+    return AdvantageEstimator(extension)
+
+
+ESTIMATORS: Registry[AdvantageEstimator] = Registry(
+    "advantage estimator", group="agentrl.advantages", flag="--advantage", convert=_estimator
 )
-from agentrl.user_code import contain_call, describe
+
+BUILT_IN = frozenset({"leave_one_out", "grpo", "dr_grpo", "reward"})
+
+
+def advantage(
+    *names: str, needs_others: bool = True
+) -> Callable[[Callable[[Sequence[float]], Sequence[float]]], AdvantageEstimator]:
+    """Register a function ``(rewards of a group) -> advantages`` under ``names``.
+
+    It is called with the rewards of the trajectories of a group that are trained, and returns one number for
+    each, in the same order. With ``needs_others`` False it is also called with a single reward.
+    """
+
+    def decorate(function: Callable[[Sequence[float]], Sequence[float]]) -> AdvantageEstimator:
+        estimator = AdvantageEstimator(function, needs_others)
+        ESTIMATORS.add(estimator, *names)
+        return estimator
+
+    return decorate
+
+
+@advantage("leave_one_out")
+def leave_one_out(rewards: Sequence[float]) -> list[float]:
+    """Return each reward less the mean of the others (RLOO, arXiv 2402.14740)."""
+    total, others = sum(rewards), len(rewards) - 1
+    return _without_noise([reward - (total - reward) / others for reward in rewards], rewards)
+
+
+@advantage("grpo")
+def grpo(rewards: Sequence[float]) -> list[float]:
+    """Return each reward less the mean, over the standard deviation (arXiv 2402.03300)."""
+    std = statistics.stdev(rewards)
+    return [difference / (std + _STD_FLOOR) for difference in _centered(rewards)]
+
+
+@advantage("dr_grpo")
+def dr_grpo(rewards: Sequence[float]) -> list[float]:
+    """Return each reward less the mean (arXiv 2503.20783)."""
+    return _centered(rewards)
+
+
+@advantage("reward", needs_others=False)
+def reward(rewards: Sequence[float]) -> list[float]:
+    """Return the rewards: REINFORCE, and with batch whitening REINFORCE++ (arXiv 2501.03262)."""
+    return list(rewards)
+
+
+def estimate(name: str, rewards: Sequence[float]) -> list[float]:
+    """Return the advantages that the estimator ``name`` gives to ``rewards``, checked.
+
+    Raises GroupError for a reward that is not a score, for an exception in the estimator and for a malformed
+    result, and ConfigError for an estimator that does not exist or that this process may not import.
+    """
+    estimator = ESTIMATORS.get(name)
+    if (wrong := next((value for value in rewards if not is_score(value)), None)) is not None:
+        raise GroupError(
+            f"a trajectory's reward {describe(wrong)} {score_problem(wrong)}",
+            hint="score the group again by a scorer with smaller scores: agentrl db rescore",
+        )
+    what = f"advantage estimator {name}"
+    values = contain_call(lambda: _checked(what, estimator(rewards)), what, GroupError)
+    if len(values) != len(rewards):
+        raise GroupError(
+            f"{what} returned {len(values)} advantages for {len(rewards)} rewards", hint=_ADVANTAGES_HINT
+        )
+    return values
+
+
+def spread(rewards: Sequence[float]) -> float:
+    """Return max − min of ``rewards``; 0 if they differ only by rounding."""
+    width = max(rewards) - min(rewards)
+    return width if width > _rounding(rewards) else 0.0
+
+
+def agrees(scores: Sequence[float], min_spread: float) -> bool:
+    """Return whether ``scores`` differ by less than ``min_spread``, up to rounding.
+
+    Scores 0.2 and 0.3 differ by 0.1, although their difference as floats is smaller. At ``min_spread`` 0
+    no scores agree, not even equal ones.
+    """
+    width = spread(scores)
+    return min_spread > 0 if width == 0 else width < min_spread - _rounding(scores)
+
+
+def _checked(what: str, values: Any) -> list[float]:
+    """Return ``values`` as floats. Raises GroupError for anything but finite numbers."""
+    checked = []
+    for value in values:
+        if not is_finite(value):
+            raise GroupError(
+                f"{what} returned {describe(value)}, which is not a finite number", hint=_ADVANTAGES_HINT
+            )
+        if abs(value) > _LARGEST:
+            raise GroupError(
+                f"{what} returned {describe(value)}, which is beyond ±{_LARGEST:g}", hint=_ADVANTAGES_HINT
+            )
+        checked.append(float(value))
+    return checked
+
+
+def _centered(rewards: Sequence[float]) -> list[float]:
+    mean = statistics.fmean(rewards)
+    return _without_noise([reward - mean for reward in rewards], rewards)
+
+
+def _without_noise(differences: Sequence[float], rewards: Sequence[float]) -> list[float]:
+    """Return ``differences`` with those below 1e-6 of the range of ``rewards`` set to 0.0."""
+    limit = max(_NOISE_OF_RANGE * spread(rewards), _rounding(rewards))
+    return [value if abs(value) > limit else 0.0 for value in differences]
+
+
+def _rounding(rewards: Sequence[float]) -> float:
+    return _NOISE_OF_SIZE * max(map(abs, rewards))
+
 
 _REASON_CHARS = 300
 

@@ -11,14 +11,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from agentrl.chat.parsers.reasoning import split_reasoning
-from agentrl.concurrency import Deadline, clock_stopped, current_deadline
+from agentrl.base.concurrency import Deadline, clock_stopped, current_deadline
+from agentrl.chat.parsers.base import split_reasoning
 from agentrl.documents.base import is_finite
 from agentrl.errors import ScorerError, judge
 from agentrl.llm.agent_config import AgentSection, load_judge
-from agentrl.llm.ask import RULE, Answer, NoAnswerError, ask, fenced
-from agentrl.llm.client import Messages
-from agentrl.scoring.normal_form import same
+from agentrl.llm.client import RULE, Answer, Messages, NoAnswerError, ask, fenced
+from agentrl.scoring.math_equality import same
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 
 T = TypeVar("T")

@@ -8,25 +8,25 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from agentrl.concurrency import end_tasks, time_limit
+from agentrl.base.concurrency import end_tasks, time_limit
+from agentrl.base.installation import require
+from agentrl.base.process_pool import run_in_process
+from agentrl.base.registry import Registry
+from agentrl.base.spans import Attributes, Span, tracer
+from agentrl.base.user_code import contain, describe
 from agentrl.documents.base import is_score, sanitize_bson, score_problem
 from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import scorer_weights
 from agentrl.errors import ConfigError, FailureError, OutageError, ScorerError, judge
-from agentrl.extras import require
 from agentrl.llm.agent_config import section_values
-from agentrl.registry import Registry
-from agentrl.scoring.process_pool import run_in_process
-from agentrl.scoring.rewards import (
+from agentrl.scoring.groups import (
     checked_role_rewards,
     checked_turn_rewards,
     stored_role_rewards,
     stored_turn_rewards,
 )
-from agentrl.spans import Attributes, Span, tracer
-from agentrl.user_code import contain, describe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,16 +26,26 @@ from agentrl.documents.status import (
 )
 from agentrl.documents.task import CONVERSATIONS, FEEDBACK, Claim, Task
 from agentrl.errors import DATABASE, StoreError
-from agentrl.store.attempts import CompletedGroups
-from agentrl.store.mechanics import slots
-from agentrl.store.mechanics.collection import abort, use_session
-from agentrl.store.mechanics.connection import TRANSACTION, Connection, Json, Repository, database_call
-from agentrl.store.mechanics.lease import FREE, literal
-from agentrl.store.mechanics.slots import QUEUED, lost_claims
+from agentrl.store.epochs import BY_BEGIN, BY_ORDER, SLOTS_AT_ONCE, Selection, TaskSelection, sort_key
+from agentrl.store.mechanics import lease
+from agentrl.store.mechanics.connection import (
+    DATA,
+    GATE,
+    OUTAGE,
+    RECORD,
+    STEP,
+    TASK,
+    TRANSACTION,
+    Connection,
+    Json,
+    Repository,
+    abort,
+    database_call,
+    use_session,
+)
+from agentrl.store.mechanics.lease import FREE, QUEUED, literal, lost_claims
 from agentrl.store.mechanics.write_coalescer import WriteCoalescer
-from agentrl.store.names import DATA, GATE, OUTAGE, RECORD, STEP, TASK
-from agentrl.store.records import end_records, queue_sampled
-from agentrl.store.selection import BY_BEGIN, BY_ORDER, SLOTS_AT_ONCE, Selection, TaskSelection, sort_key
+from agentrl.store.records import CompletedGroups, end_records, queue_sampled
 
 _TRANSIENT = "TransientTransactionError"
 
@@ -302,14 +312,14 @@ class Claims(Repository):
         if only_scorer is not None:
             excluded = {"scorer": only_scorer}
         query = {
-            "split": split, "status": TaskStatus.RUNNING.value, "slots.status": SlotStatus.SAMPLED.value,
-            **excluded, **slots.any_slot(slots.UNSCORED),
+            "split": split, "status": TaskStatus.RUNNING.value, "lease.status": SlotStatus.SAMPLED.value,
+            **excluded, **lease.any_slot(lease.UNSCORED),
         }  # fmt: skip
         tasks = self._collection(TASK)
         if limit < 1 or await tasks.find_one(query, {"_id": 1}) is None:
             return []
         owners = [owner] * limit
-        update = slots.claim_slots(slots.UNSCORED, owners, lease_seconds, new_attempt=False)
+        update = lease.claim_slots(lease.UNSCORED, owners, lease_seconds, new_attempt=False)
 
         async def write() -> list[Claim]:
             task = await tasks.find_one_and_update(
@@ -317,7 +327,7 @@ class Claims(Repository):
             )
             if task is None:
                 return []
-            claims = slots.new_claims(task, owners)
+            claims = lease.new_claims(task, owners)
             await self._own_records(claims)
             return claims
 
@@ -333,7 +343,7 @@ class Claims(Repository):
         """Renew the leases of ``claims``, also expired ones; return the claims that others took over."""
         if not claims:
             return []
-        renewals = [UpdateOne(slots.held(claim), slots.renew_lease(claim, lease_seconds)) for claim in claims]
+        renewals = [UpdateOne(lease.held(claim), lease.renew_lease(claim, lease_seconds)) for claim in claims]
         await self._collection(TASK).bulk_write(renewals, ordered=False)
         return await lost_claims(self._connection, claims)
 
@@ -342,7 +352,7 @@ class Claims(Repository):
         """Return the claims that ``owner`` holds according to the database."""
         mine = {"owner": owner, "status": SlotStatus.RUNNING.value}
         query = {
-            "split": split, "status": TaskStatus.RUNNING.value, "slots.status": SlotStatus.RUNNING.value,
+            "split": split, "status": TaskStatus.RUNNING.value, "lease.status": SlotStatus.RUNNING.value,
             "slots": {"$elemMatch": mine},
         }  # fmt: skip
         tasks = await self._all(Task, TASK, query)
@@ -363,10 +373,10 @@ class Claims(Repository):
         query = {
             "split": split,
             "status": {"$in": [TaskStatus.RUNNING.value, TaskStatus.WAITING.value]},
-            "slots.status": SlotStatus.FAILED.value,
+            "lease.status": SlotStatus.FAILED.value,
             "epoch": {"$ne": CONVERSATIONS},
         }
-        result = await self._collection(TASK).update_many(query, slots.change_slots(failed, slots.REOPENED))
+        result = await self._collection(TASK).update_many(query, lease.change_slots(failed, lease.REOPENED))
         return result.modified_count
 
     async def _claim_batch(
@@ -389,11 +399,11 @@ class Claims(Repository):
 
     async def _claim_from_one_group(self, request: ClaimRequest, owners: Sequence[str]) -> list[Claim]:
         """Claim slots of one Task for as many of ``owners`` as it has; empty if there is nothing to claim."""
-        update = slots.claim_slots(slots.OPEN, owners, request.lease_seconds)
+        update = lease.claim_slots(lease.OPEN, owners, request.lease_seconds)
         for longest_pause in _PAUSES:
             task = await self._take(_open_slots(request, TaskStatus.RUNNING), update, request.selection)
             if task is not None:
-                return slots.new_claims(task, owners)
+                return lease.new_claims(task, owners)
             try:
                 if request.limit is None or not await self._admission.admit(
                     request.split, request.limit, request.selection, request.without
@@ -406,7 +416,7 @@ class Claims(Repository):
         if request.limit is None:
             task = await self._take(_open_slots(request, TaskStatus.CREATED), update)
             if task is not None:
-                return slots.new_claims(task, owners)
+                return lease.new_claims(task, owners)
         return await self._expired.take_over(
             request.split, owners[0], request.lease_seconds, request.max_attempts, request.without.excluded
         )
@@ -438,8 +448,8 @@ def _open_slots(request: ClaimRequest, status: TaskStatus) -> Json:
     """Return a filter for groups in ``status`` with an open slot that the request's limit allows."""
     allowed = {} if request.limit is None else request.limit.query
     return {
-        "split": request.split, "status": status.value, "slots.status": SlotStatus.OPEN.value,
-        **allowed, **request.without.excluded, **slots.any_slot(slots.OPEN),
+        "split": request.split, "status": status.value, "lease.status": SlotStatus.OPEN.value,
+        **allowed, **request.without.excluded, **lease.any_slot(lease.OPEN),
     }  # fmt: skip
 
 
@@ -451,9 +461,9 @@ async def live_claims(connection: Connection, split: str | None = None) -> dict[
     }
     pipeline: list[Json] = [
         {"$match": running},
-        {"$project": {"slots": {"$filter": {"input": "$slots", "as": "slot", "cond": slots.LIVE}}}},
+        {"$project": {"slots": {"$filter": {"input": "$slots", "as": "slot", "cond": lease.LIVE}}}},
         {"$unwind": "$slots"},
-        {"$group": {"_id": "$slots.owner", "claims": {"$sum": 1}}},
+        {"$group": {"_id": "$lease.owner", "claims": {"$sum": 1}}},
         {"$sort": {"_id": 1}},
     ]
     groups = await (await connection.collection(TASK).aggregate(pipeline)).to_list()
@@ -462,9 +472,9 @@ async def live_claims(connection: Connection, split: str | None = None) -> dict[
 
 async def count_unscored(connection: Connection, split: str) -> int:
     """Return the number of sampled trajectories of a split that wait for a scorer; people may take days."""
-    waits = {"$filter": {"input": "$slots", "as": "slot", "cond": slots.SAMPLED}}
+    waits = {"$filter": {"input": "$slots", "as": "slot", "cond": lease.SAMPLED}}
     query: Json = {
-        "split": split, "status": TaskStatus.RUNNING.value, "slots.status": SlotStatus.SAMPLED.value,
+        "split": split, "status": TaskStatus.RUNNING.value, "lease.status": SlotStatus.SAMPLED.value,
         "scorer": {"$ne": FEEDBACK},
     }  # fmt: skip
     total = {"$group": {"_id": None, "count": {"$sum": {"$size": waits}}}}
@@ -496,10 +506,10 @@ class ExpiredLeases(Repository):
         """
         query = {
             "split": split, "status": TaskStatus.RUNNING.value, "epoch": {"$ne": CONVERSATIONS},
-            **slots.overdue(slots.EXPIRED),
+            **lease.overdue(lease.EXPIRED),
         }  # fmt: skip
         tasks = await self._all(Task, TASK, query)
-        expired = await self._renewable(slots.EXPIRED, grace_seconds) if tasks else None
+        expired = await self._renewable(lease.EXPIRED, grace_seconds) if tasks else None
         if expired is None:
             return 0
         reaped = 0
@@ -522,27 +532,27 @@ class ExpiredLeases(Repository):
         running: Json = {
             "split": split, "status": TaskStatus.RUNNING.value, "epoch": {"$ne": CONVERSATIONS}, **excluded,
         }  # fmt: skip
-        expired = slots.expired(max_attempts)
-        if await tasks.find_one({**running, **slots.overdue(expired)}, {"_id": 1}) is None:
+        expired = lease.slot_expired(max_attempts)
+        if await tasks.find_one({**running, **lease.overdue(expired)}, {"_id": 1}) is None:
             return []
         renewable = await self._renewable(expired, lease_seconds)
         if renewable is None:
             return []
-        update = slots.claim_slots(renewable, [owner], lease_seconds)
+        update = lease.claim_slots(renewable, [owner], lease_seconds)
 
         async def write() -> list[Claim]:
             document = await tasks.find_one_and_update(
-                {**running, **slots.overdue(renewable)}, update, sort=[(slots.LEASE_DEADLINE, ASCENDING)],
+                {**running, **lease.overdue(renewable)}, update, sort=[(lease.LEASE_DEADLINE, ASCENDING)],
                 return_document=ReturnDocument.AFTER,
             )  # fmt: skip
             if document is None:
                 return []
-            (claim,) = slots.new_claims(document, [owner])
+            (claim,) = lease.new_claims(document, [owner])
             previous = document["last_claim"][0]["previous_owner"]
             lost = Claim(task=claim.task, traj_id=claim.traj_id, attempt=claim.attempt - 1, owner=previous)
             if await queue_sampled(self._connection, [lost]):
                 queued = {**QUEUED, "attempt": lost.attempt, "record_id": literal(lost.record_id)}
-                await tasks.update_one(slots.held(claim), slots.change_slot(claim, queued))
+                await tasks.update_one(lease.held(claim), lease.change_slot(claim, queued))
                 return []
             message = f"the lease of {lost.owner} ran out; {claim.owner} took the slot over"
             await end_records(self._connection, [lost], Failure(kind="lease", message=message))
@@ -552,13 +562,13 @@ class ExpiredLeases(Repository):
 
     async def _reap_slot(self, claim: Claim, max_attempts: int, expired: Json) -> int:
         this = {"$and": [expired, {"$eq": ["$$slot.traj_id", claim.traj_id]}]}
-        query = {**slots.held(claim), **slots.any_slot(this)}
-        fields = {**FREE, "status": slots.failed_or_open(max_attempts)}
+        query = {**lease.held(claim), **lease.any_slot(this)}
+        fields = {**FREE, "status": lease.failed_or_open(max_attempts)}
         failure = Failure(kind="lease", message=f"the lease of {claim.owner} ran out")
 
         async def write() -> Json | None:
             is_sampled = await queue_sampled(self._connection, [claim])
-            update = slots.change_slot(claim, QUEUED if is_sampled else fields)
+            update = lease.change_slot(claim, QUEUED if is_sampled else fields)
             task = await self._collection(TASK).find_one_and_update(
                 query, update, {"status": 1}, return_document=ReturnDocument.AFTER
             )

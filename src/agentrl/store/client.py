@@ -18,38 +18,29 @@ from pymongo.errors import PyMongoError
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, RunMissingError, StoreError
-from agentrl.store.ancestry import Ancestry
-from agentrl.store.attempts import Attempts
+from agentrl.local.mongod import EmbeddedMongo, disk_problem
+from agentrl.screens.views.counts import Counts, Details
+from agentrl.screens.views.read import TokenReads, Views
+from agentrl.screens.views.scores import Rewards
+from agentrl.screens.views.trajectories import TrajectorySearch
 from agentrl.store.claims import Claims, ExpiredLeases
 from agentrl.store.columns import Columns
-from agentrl.store.conversations import Conversations
-from agentrl.store.embedded.server import EmbeddedMongo, disk_problem
 from agentrl.store.epochs import Epochs
 from agentrl.store.evaluations import Evaluations
-from agentrl.store.gateways import Gateways
+from agentrl.store.gateways import Conversations, Gateways, Labels
 from agentrl.store.groups import Groups
-from agentrl.store.images import Images
-from agentrl.store.labels import Labels
 from agentrl.store.mechanics.change_stream import Changes
-from agentrl.store.mechanics.collection import RunFence
-from agentrl.store.mechanics.connection import Connection
+from agentrl.store.mechanics.connection import TASK, Connection, RunFence
 from agentrl.store.mechanics.retry import PastOutage
-from agentrl.store.model_calls import ModelCalls
-from agentrl.store.names import TASK
-from agentrl.store.policy_versions import PolicyVersions
-from agentrl.store.records import Records
+from agentrl.store.model_calls import Images, ModelCalls
+from agentrl.store.policy_versions import PolicyVersions, TrainerLeases
+from agentrl.store.records import Attempts, Records
 from agentrl.store.schema import holds_run, open_schema
 from agentrl.store.services import OutageRecords, Services
-from agentrl.store.settings import Imports, Settings
+from agentrl.store.settings import Ancestry, Imports, Settings
 from agentrl.store.steps import Steps
 from agentrl.store.tasks import Tasks
-from agentrl.store.trainer_lease import TrainerLeases
 from agentrl.store.training_data import Training
-from agentrl.store.views.counts import Counts
-from agentrl.store.views.details import Details
-from agentrl.store.views.read import TokenReads, Views
-from agentrl.store.views.scores import Rewards
-from agentrl.store.views.trajectories import TrajectorySearch
 
 logger = logging.getLogger(__name__)
 

@@ -8,15 +8,14 @@ from itertools import product
 
 from pymongo import ASCENDING, UpdateOne
 
-from agentrl.documents.column import Column, TopLogprobs, column_key
 from agentrl.documents.model_call import pack_floats
+from agentrl.documents.record import Column, TopLogprobs, column_key
 from agentrl.documents.status import ColumnStatus, values
 from agentrl.documents.task import Task
 from agentrl.errors import LeaseLostError
 from agentrl.store.mechanics.blobs import Blobs
-from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.connection import COLUMN, Connection, Json, Repository, database_call
 from agentrl.store.mechanics.lease import FREE, DocumentLease, after_backoff, expired, literal
-from agentrl.store.names import COLUMN
 
 UNFILLED = (ColumnStatus.OPEN, ColumnStatus.RUNNING)
 """Statuses of a column that its group waits for."""

@@ -16,10 +16,17 @@ from agentrl.documents.run import Evaluation
 from agentrl.documents.status import EvaluationStatus, SlotStatus, VersionStatus
 from agentrl.documents.task import CONTENT, Task
 from agentrl.scoring.evaluation import EvaluatedTask
-from agentrl.store.mechanics.connection import Json, Repository, database_call
+from agentrl.store.epochs import BY_ORDER
+from agentrl.store.mechanics.connection import (
+    EVALUATION,
+    RECORD,
+    TASK,
+    VERSION,
+    Json,
+    Repository,
+    database_call,
+)
 from agentrl.store.mechanics.lease import after
-from agentrl.store.names import EVALUATION, RECORD, TASK, VERSION
-from agentrl.store.selection import BY_ORDER
 
 SEEN_SECONDS = 600.0
 """An evaluation whose process has not written for this long keeps no weights."""

@@ -1,9 +1,11 @@
-"""Store the base URLs of trajectories and the requests to them, so that any gateway can serve any of them."""
+"""What comes to trajectories from outside: base URLs, requests, conversations, feedback, labels."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from pymongo import ASCENDING, DESCENDING, ReturnDocument, UpdateOne
 from pymongo.asynchronous.collection import AsyncCollection
@@ -11,14 +13,249 @@ from pymongo.errors import DuplicateKeyError
 from pymongo.read_concern import ReadConcern
 from pymongo.write_concern import WriteConcern
 
-from agentrl.documents.base import now
-from agentrl.documents.gateway import GatewayCall, GatewayCallStatus, GatewaySession
+from agentrl.base.processes import user_name
+from agentrl.documents.base import now, plain, replace_surrogates
+from agentrl.documents.record import (
+    GatewayCall,
+    GatewayCallStatus,
+    GatewaySession,
+    Label,
+    ReportedReward,
+    check_label,
+    label_key,
+)
+from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus, values
+from agentrl.documents.task import CONVERSATIONS, FEEDBACK, Claim, Slot, Task, task_key
 from agentrl.errors import LeaseLostError, StoreError
-from agentrl.store.mechanics import slots
-from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics import lease
+from agentrl.store.mechanics.blobs import sealed
+from agentrl.store.mechanics.connection import (
+    GATEWAY_CALL,
+    GATEWAY_SESSION,
+    LABEL,
+    RECORD,
+    TASK,
+    Connection,
+    Json,
+    Repository,
+    database_call,
+)
 from agentrl.store.mechanics.lease import after, expired, literal, live
 from agentrl.store.mechanics.write_coalescer import WriteCoalescer
-from agentrl.store.names import GATEWAY_CALL, GATEWAY_SESSION, TASK
+from agentrl.store.records import new_record
+
+_WRITES = {"insert", "update", "remove"}
+
+
+class Labels(Repository):
+    """The calls on Labels. Only users with the role ``agentrl_annotator``, or an administrator, may write."""
+
+    @database_call
+    async def put(
+        self, record_id: str, *, by: str, label: str, note: str = "", score: float | None = None
+    ) -> Label:
+        """Store a person's label of a Record in place of the person's earlier one, and return it. Idempotent.
+
+        Raises ConfigError for a bad text or score, StoreError if there is no such Record.
+        """
+        by, label, note = (replace_surrogates(text.strip()) for text in (by, label, note))
+        check_label(label=label, note=note, by=by, score=score)
+        if await self._collection(RECORD).find_one({"_id": record_id}, {"_id": 1}) is None:
+            raise StoreError(f"there is no Record {record_id[:200]!r} to label")
+        fields: Json = {
+            "record": literal(record_id), "by": literal(by), "label": literal(label),
+            "note": literal(note), "score": score,
+            "written_by": literal(await self._writer()),
+            "created_at": {"$ifNull": ["$created_at", "$$NOW"]}, "updated_at": "$$NOW",
+        }  # fmt: skip
+        key = label_key(record_id, by)
+        await self._collection(LABEL).update_one({"_id": key}, [{"$set": fields}], upsert=True)
+        return Label.from_document(await self._collection(LABEL).find_one({"_id": key}) or {})
+
+    @database_call
+    async def remove(self, record_id: str, *, by: str) -> bool:
+        """Delete a person's label of a Record; return whether there was one."""
+        result = await self._collection(LABEL).delete_one({"_id": label_key(record_id, by.strip())})
+        return result.deleted_count > 0
+
+    @database_call
+    async def of_records(self, record_ids: Sequence[str]) -> dict[str, list[Label]]:
+        """Return {Record id: its labels, oldest first}; Records without one are absent."""
+        query, oldest = {"record": {"$in": list(record_ids)}}, [("created_at", ASCENDING), ("_id", ASCENDING)]
+        labels: dict[str, list[Label]] = {}
+        for label in await self._all(Label, LABEL, query, sort=oldest):
+            labels.setdefault(label.record, []).append(label)
+        return labels
+
+    @database_call
+    async def scores(self) -> dict[str, float]:
+        """Return {Record id: the mean score of its labels} of every Record with a label that has a score."""
+        mean = {"$group": {"_id": "$record", "score": {"$avg": "$score"}}}
+        groups = await self._aggregate(LABEL, {"$match": {"score": {"$ne": None}}}, mean)
+        return {group["_id"]: group["score"] for group in groups}
+
+    @database_call
+    async def writers(self) -> dict[str, int]:
+        """Return {who: number of labels with a score}: the name given, and who wrote it."""
+        groups = await self._aggregate(
+            LABEL,
+            {"$match": {"score": {"$ne": None}}},
+            {"$group": {"_id": {"by": "$by", "written_by": "$written_by"}, "count": {"$sum": 1}}},
+            {"$sort": {"count": -1, "_id": 1}},
+        )
+        return {
+            f"{who['_id']['by']} (written by {who['_id'].get('written_by') or 'unknown'})": who["count"]
+            for who in groups
+        }
+
+    @database_call
+    async def counts(self) -> dict[str, int]:
+        """Return {label: number of trajectories}, the most frequent first."""
+        groups = await self._aggregate(LABEL, {"$sortByCount": "$label"}, {"$limit": 200})
+        return {group["_id"]: group["count"] for group in groups}
+
+    @database_call
+    async def may_write(self) -> bool:
+        """Return whether this connection's user may write labels; without authentication everybody may."""
+        info = await self._connection_status()
+        if not info["authenticatedUsers"]:
+            return True
+        return allowed_actions(info, self._connection.database.name, LABEL) >= _WRITES
+
+    async def _writer(self) -> str:
+        """Return who writes: the user of this process and its host, and the database user."""
+        users = (await self._connection_status())["authenticatedUsers"]
+        names = ", ".join(user["user"] for user in users) or "without authentication"
+        return f"{user_name()} on {socket.gethostname()}, database user {names}"
+
+    async def _connection_status(self) -> Json:
+        status = await self._connection.database.command({"connectionStatus": 1, "showPrivileges": True})
+        info: Json = status["authInfo"]
+        return info
+
+
+def allowed_actions(info: Json, database: str, collection: str | None = None) -> set[str]:
+    """Return what the user of ``authInfo`` may do in a collection of a database; None: in any of them."""
+    allowed: set[str] = set()
+    for privilege in info.get("authenticatedUserPrivileges", ()):
+        resource = privilege["resource"]
+        covers = resource.get("db") in ("", database)
+        covers &= collection is None or resource.get("collection") in ("", collection)
+        if covers or resource.get("anyResource"):
+            allowed |= set(privilege["actions"])
+    return allowed
+
+
+_CLOSE_SECONDS = 60.0
+"""Lease of a process that ends a conversation; another one ends it if that process dies."""
+_TAKES_FEEDBACK = values((RecordStatus.RUNNING, RecordStatus.COMPLETED))
+
+
+class Conversations(Repository):
+    """The calls on conversations and on feedback.
+
+    A conversation is a Task of the epoch ``CONVERSATIONS`` with one slot, which is running while the
+    conversation is: its owner is the conversation itself, not a process, and its lease is the time that a
+    user may be silent. So any gateway serves it, and none has to live as long. Samplers leave it alone.
+    """
+
+    @database_call
+    async def open(
+        self, name: str, session: GatewaySession, *, query: str, meta: dict[str, Any], train: str,
+        order: int, idle_seconds: float,
+    ) -> Claim:  # fmt: skip
+        """Store a conversation with its base URL, and return its claim. ``order`` sorts conversations."""
+        task = Task(
+            id=session.task, task_id=name, split=session.task.partition("/")[0], epoch=CONVERSATIONS,
+            order=order, query=query, scorer=FEEDBACK, meta=meta, slots=(Slot(traj_id=session.traj_id),),
+        )  # fmt: skip
+
+        async def write() -> Claim:
+            document = sealed(TASK, task.to_document(), "content")
+            await self._collection(TASK).insert_one(document)
+            claimed = await self._collection(TASK).find_one_and_update(
+                {"_id": task.id}, lease.claim_slots(lease.OPEN, [session.owner], idle_seconds),
+                return_document=ReturnDocument.AFTER,
+            )  # fmt: skip
+            assert claimed is not None  # the same transaction inserted it
+            (claim,) = lease.new_claims(claimed, [session.owner])
+            record = replace(new_record(claim), status=RecordStatus.RUNNING, train_rule=train)
+            await self._collection(RECORD).insert_one(record.to_document())
+            await self._collection(GATEWAY_SESSION).insert_one(session.to_document())
+            return claim
+
+        return await self._connection.transaction(write)
+
+    @database_call
+    async def running(self, split: str, name: str) -> Claim | None:
+        """Return the claim of a conversation that has not ended; None if it has, or never was."""
+        task = await self._one(Task, TASK, {"_id": task_key(split, CONVERSATIONS, name)})
+        return None if task is None else _running(task)
+
+    @database_call
+    async def take_silent(self, split: str) -> Claim | None:
+        """Return the claim of a conversation whose user has been silent for too long; None if there is none.
+
+        The caller ends it. If it dies, the conversation is returned again after a minute.
+        """
+        query = {
+            "split": split, "status": TaskStatus.RUNNING.value, "epoch": CONVERSATIONS,
+            **lease.overdue(lease.EXPIRED),
+        }  # fmt: skip
+        update = lease.change_slots(lease.EXPIRED, {"lease_expires_at": after(_CLOSE_SECONDS)})
+        found = await self._collection(TASK).find_one_and_update(
+            query, update, return_document=ReturnDocument.AFTER
+        )
+        return None if found is None else _running(Task.from_document(found))
+
+    @database_call
+    async def give_feedback(self, record_id: str, reward: ReportedReward) -> RecordStatus | None:
+        """Store the feedback for a trajectory without a score; the last one counts.
+
+        A running one is scored when it ends, a sampled one now. Return None; or the status of a Record that
+        takes none, because it has a score or has failed. Raises StoreError if there is no such Record, and if
+        its task is not scored by feedback.
+        """
+        unread = {"status": RecordStatus.SCORING.value, "reported_reward": None}
+        query = {"_id": record_id, "$or": [{"status": {"$in": _TAKES_FEEDBACK}}, unread]}
+        waits: Json = {"$and": [lease.SAMPLED, {"$eq": ["$$slot.record_id", {"$literal": record_id}]}]}
+
+        async def write() -> Json | None:
+            found = await self._collection(RECORD).find_one({"_id": record_id}, {"task": 1}) or {}
+            task = await self._collection(TASK).find_one({"_id": found.get("task")}, {"scorer": 1}) or {}
+            if task.get("scorer", FEEDBACK) != FEEDBACK:
+                raise StoreError(
+                    f"{record_id[:200]} is scored by {task['scorer']}: it takes no feedback",
+                    hint="a Label with a score and `agentrl db rescore --from_labels` change a score",
+                )
+            record = await self._collection(RECORD).find_one_and_update(
+                query, {"$set": {"reported_reward": plain(reward)}}, {"task": 1, "status": 1}
+            )
+            if record is not None and record["status"] == RecordStatus.COMPLETED.value:
+                await self._collection(TASK).update_one(
+                    {"_id": record["task"], **lease.any_slot(waits)},
+                    lease.change_slots(waits, {"not_before": None}),
+                )
+            return record
+
+        if await self._connection.transaction(write) is not None:
+            return None
+        found = await self._collection(RECORD).find_one({"_id": record_id}, {"status": 1})
+        if found is None:
+            raise StoreError(
+                f"there is no trajectory {record_id[:200]!r} that could get feedback",
+                hint="give the id of a conversation, or the _id of a Record",
+            )
+        return RecordStatus(found["status"])
+
+
+def _running(task: Task) -> Claim | None:
+    """Return the claim of the conversation ``task``."""
+    slot = task.slots[0]
+    if slot.status is not SlotStatus.RUNNING or slot.owner is None:
+        return None
+    return Claim(task=task, traj_id=slot.traj_id, attempt=slot.attempt, owner=slot.owner)
+
 
 _TRIES = 64
 _LIVE_CALLS = [GatewayCallStatus.RUNNING.value, GatewayCallStatus.DONE.value]
@@ -225,7 +462,7 @@ class Gateways(Repository):
         """Return ``live_calls`` for each session."""
         claimed = {
             "$and": [
-                slots.LIVE,
+                lease.LIVE,
                 *({"$eq": [f"$$slot.{name}", f"$${name}"]} for name in ("traj_id", "attempt", "owner")),
             ]
         }
@@ -234,7 +471,7 @@ class Gateways(Repository):
             {"$match": {"_id": {"$in": list(set(session_ids))}, "closed_at": None}},
             {"$lookup": {
                 "from": TASK, "localField": "task", "foreignField": "_id", "let": names, "as": "task",
-                "pipeline": [{"$match": slots.any_slot(claimed)}, {"$project": {"_id": 1}}],
+                "pipeline": [{"$match": lease.any_slot(claimed)}, {"$project": {"_id": 1}}],
             }},
             {"$match": {"task": {"$ne": []}}},
             {"$lookup": {

@@ -8,11 +8,10 @@ from typing import Any
 
 from pymongo import ASCENDING, ReturnDocument, UpdateOne
 
-from agentrl.concurrency import time_limit
+from agentrl.base.concurrency import DECISION_THREADS, time_limit
 from agentrl.documents.base import plain
-from agentrl.documents.column import Column, column_key
 from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.record import Record
+from agentrl.documents.record import Column, Record, column_key
 from agentrl.documents.status import RECORD_EDGES, RecordStatus, SlotStatus, TaskStatus, sources
 from agentrl.documents.task import Begin, Task
 from agentrl.documents.training import DBRecordData
@@ -20,14 +19,12 @@ from agentrl.errors import GroupError, StoreError
 from agentrl.scoring.groups import FAILED, summarize
 from agentrl.store.claims import GroupAdmission
 from agentrl.store.columns import UNFILLED, open_columns, read_columns, tasks_with_unfilled
+from agentrl.store.epochs import BY_ORDER, ease_after_group
 from agentrl.store.mechanics.blobs import Blobs
-from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.connection import DATA, RECORD, TASK, Connection, Json, Repository, database_call
 from agentrl.store.mechanics.lease import after, literal
 from agentrl.store.model_calls import read_model_calls
-from agentrl.store.names import DATA, RECORD, TASK
 from agentrl.store.records import read_records
-from agentrl.store.selection import BY_ORDER, ease_after_group
-from agentrl.threads import DECISION_THREADS
 
 DECIDE_SECONDS = 120.0
 """Time limit of ``decide`` for one group: a user's filter may hang."""

@@ -18,16 +18,14 @@ from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from agentrl.documents.base import Document, Root, now
-from agentrl.documents.column import Column
-from agentrl.documents.family import CHILD_PREFIX, PARENT, Relative
-from agentrl.documents.gateway import GatewayCall, GatewaySession
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.record import Label, Record
-from agentrl.documents.retraction import Retraction, Tombstone
+from agentrl.documents.record import Column, GatewayCall, GatewaySession, Label, Record
 from agentrl.documents.run import (
+    CHILD_PREFIX,
     FLAGS,
     IDENTITY,
+    PARENT,
     REMARKS,
     SCHEMA,
     EpochOpening,
@@ -37,8 +35,11 @@ from agentrl.documents.run import (
     InferenceService,
     Outage,
     PolicyVersion,
+    Relative,
+    Retraction,
     RunFact,
     RunSettings,
+    Tombstone,
     TrainerLease,
     flags_key,
 )
@@ -47,11 +48,11 @@ from agentrl.documents.status import ACTIVE_STEPS, values
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TokenStatistics, TrainStep
 from agentrl.errors import SchemaVersionError, StoreError
-from agentrl.scoring.difficulty import LIMIT
-from agentrl.store import names
+from agentrl.scoring.evaluation import LIMIT
+from agentrl.screens.views import VIEWS
+from agentrl.store.mechanics import connection
 from agentrl.store.mechanics.connection import Json, insert_if_missing
-from agentrl.store.mechanics.slots import LEASE_DEADLINE
-from agentrl.store.views import VIEWS
+from agentrl.store.mechanics.lease import LEASE_DEADLINE
 
 logger = logging.getLogger(__name__)
 
@@ -163,29 +164,29 @@ _SETTINGS_ID = _extra(
 VALIDATORS: dict[str, Json] = {
     name: {"$jsonSchema": schema}
     for name, schema in {
-        names.TASK: _object(Task, last_claim=_LAST_CLAIM, **{LEASE_DEADLINE: _LEASE_DEADLINE}),
-        names.RECORD: _object(Record),
-        names.MODEL_CALL: _with_files(DispatchedSamplingTask),
-        names.DATA: _with_files(DBRecordData),
-        names.VERSION: _object(PolicyVersion),
-        names.SERVICE: _object(InferenceService),
-        names.STEP: _object(TrainStep),
-        names.RUN: _object(RunFact, **_RUN),
-        names.SETTINGS: _object(RunSettings, _id=_SETTINGS_ID),
-        names.GATE: _object(Gate),
-        names.IMPORTS: _object(ImportList),
-        names.EPOCH: _object(EpochOpening),
-        names.LEASE: _object(TrainerLease),
-        names.OUTAGE: _object(Outage),
-        names.EVALUATION: _object(Evaluation),
-        names.IMAGE: _with_files(Image),
-        names.GATEWAY_SESSION: _object(GatewaySession),
-        names.GATEWAY_CALL: _object(GatewayCall),
-        names.LABEL: _object(Label),
-        names.TOKEN_STATISTICS: _object(TokenStatistics),
-        names.COLUMN: _with_files(Column),
-        names.RETRACTION: _object(Retraction),
-        names.TOMBSTONE: _object(Tombstone),
+        connection.TASK: _object(Task, last_claim=_LAST_CLAIM, **{LEASE_DEADLINE: _LEASE_DEADLINE}),
+        connection.RECORD: _object(Record),
+        connection.MODEL_CALL: _with_files(DispatchedSamplingTask),
+        connection.DATA: _with_files(DBRecordData),
+        connection.VERSION: _object(PolicyVersion),
+        connection.SERVICE: _object(InferenceService),
+        connection.STEP: _object(TrainStep),
+        connection.RUN: _object(RunFact, **_RUN),
+        connection.SETTINGS: _object(RunSettings, _id=_SETTINGS_ID),
+        connection.GATE: _object(Gate),
+        connection.IMPORTS: _object(ImportList),
+        connection.EPOCH: _object(EpochOpening),
+        connection.LEASE: _object(TrainerLease),
+        connection.OUTAGE: _object(Outage),
+        connection.EVALUATION: _object(Evaluation),
+        connection.IMAGE: _with_files(Image),
+        connection.GATEWAY_SESSION: _object(GatewaySession),
+        connection.GATEWAY_CALL: _object(GatewayCall),
+        connection.LABEL: _object(Label),
+        connection.TOKEN_STATISTICS: _object(TokenStatistics),
+        connection.COLUMN: _with_files(Column),
+        connection.RETRACTION: _object(Retraction),
+        connection.TOMBSTONE: _object(Tombstone),
     }.items()
 }
 """Every collection → its validator. Fields without a default are required; unknown fields are refused."""
@@ -201,7 +202,7 @@ def _index(*fields: str | tuple[str, int], unique: bool = False, where: Json | N
 _ACTIVE_STEPS = {"status": {"$in": values(ACTIVE_STEPS)}}
 
 INDEXES: dict[str, list[IndexModel]] = {
-    names.TASK: [
+    connection.TASK: [
         _index("split", "status", "epoch", "order"),
         _index("split", "status", "slots.status", "epoch", "order"),
         _index("split", "status", LEASE_DEADLINE),
@@ -214,7 +215,7 @@ INDEXES: dict[str, list[IndexModel]] = {
         _index("group.counted_at_step", where={"group.counted_at_step": {"$gt": 0}}),
         _index("group.kept_as_trained", where={"group.kept_as_trained": True}),
     ],
-    names.RECORD: [
+    connection.RECORD: [
         _index("task", "traj_id", "attempt"),
         _index("split", "status", ("created_at", _DOWN), ("_id", _DOWN)),
         _index("status", ("created_at", _DOWN), ("_id", _DOWN)),
@@ -222,12 +223,12 @@ INDEXES: dict[str, list[IndexModel]] = {
         _index(("score", _DOWN), ("_id", _DOWN)),
         _index("split", "min_version", where={"min_version": {"$gte": 0}}),
     ],
-    names.MODEL_CALL: [
+    connection.MODEL_CALL: [
         _index("record", "index", unique=True),
         _index("images.sha256", where={"images.sha256": {"$gt": ""}}),
     ],
-    names.IMAGE: [_index("used_at")],
-    names.DATA: [
+    connection.IMAGE: [_index("used_at")],
+    connection.DATA: [
         _index("images.sha256", where={"images.sha256": {"$gt": ""}}),
         _index("split", "status", "created_at", "_id", "min_version"),
         _index("split", "status", "trained_count", "task"),
@@ -236,28 +237,33 @@ INDEXES: dict[str, list[IndexModel]] = {
         ),
         _index("task"),
     ],
-    names.VERSION: [_index("status", ("_id", _DOWN)), _index("status", "step", ("_id", _DOWN))],
-    names.SERVICE: [_index("status", "heartbeat")],
-    names.OUTAGE: [_index("ended_at", "seen_at")],
-    names.EVALUATION: [_index("status", "seen_at"), _index("version")],
-    names.LABEL: [_index("record"), _index("label")],
-    names.TOKEN_STATISTICS: [_index("record")],
-    names.COLUMN: [_index("record", "name"), _index("status", "name", "created_at", "_id"), _index("task")],
-    names.TOMBSTONE: [_index("task", "deleted_at"), _index("deleted_at")],
-    names.GATEWAY_SESSION: [_index("record")],
-    names.GATEWAY_CALL: [
+    connection.VERSION: [_index("status", ("_id", _DOWN)), _index("status", "step", ("_id", _DOWN))],
+    connection.SERVICE: [_index("status", "heartbeat")],
+    connection.OUTAGE: [_index("ended_at", "seen_at")],
+    connection.EVALUATION: [_index("status", "seen_at"), _index("version")],
+    connection.LABEL: [_index("record"), _index("label")],
+    connection.TOKEN_STATISTICS: [_index("record")],
+    connection.COLUMN: [
+        _index("record", "name"),
+        _index("status", "name", "created_at", "_id"),
+        _index("task"),
+    ],
+    connection.TOMBSTONE: [_index("task", "deleted_at"), _index("deleted_at")],
+    connection.GATEWAY_SESSION: [_index("record")],
+    connection.GATEWAY_CALL: [
         _index("record", "digest", "number", unique=True),
         _index("record", "after"),
         _index("record", "answer_id"),
     ],
-    names.STEP: [_index("step", unique=True, where=_ACTIVE_STEPS), _index("status", "step")],
+    connection.STEP: [_index("step", unique=True, where=_ACTIVE_STEPS), _index("status", "step")],
 }
 
 
 def other_version(what: str, version: object) -> SchemaVersionError:
     """Return the error for ``what``, a run or an export, of another schema version; None: it has none."""
     return SchemaVersionError(
-        f"{what} has schema version {version}, and this AgentRL reads version {names.SCHEMA_VERSION} only",
+        f"{what} has schema version {version}, and this AgentRL reads version"
+        f" {connection.SCHEMA_VERSION} only",
         hint="start a new run, or export it with the AgentRL that wrote it",
     )
 
@@ -284,19 +290,19 @@ async def holds_run(database: AsyncDatabase[Json]) -> Json | None:
     Raises SchemaVersionError for a run of another one, and StoreError after an unfinished import or renaming,
     which is marked beside the version.
     """
-    holds_tasks = bool(await database.list_collection_names(filter={"name": names.TASK}))
-    schema = await database.get_collection(names.RUN).find_one({"_id": SCHEMA})
+    holds_tasks = bool(await database.list_collection_names(filter={"name": connection.TASK}))
+    schema = await database.get_collection(connection.RUN).find_one({"_id": SCHEMA})
     if (problem := unfinished(database.name, schema or {})) is not None:
         raise problem
     version = None if schema is None else schema["version"]
-    if version != names.SCHEMA_VERSION and (holds_tasks or schema is not None):
+    if version != connection.SCHEMA_VERSION and (holds_tasks or schema is not None):
         raise other_version(f"run {database.name!r}", version)
     return schema
 
 
 def new_schema() -> Json:
     """Return what the schema document of a new run holds."""
-    return {"version": names.SCHEMA_VERSION, "made_at": now()}
+    return {"version": connection.SCHEMA_VERSION, "made_at": now()}
 
 
 async def open_schema(database: AsyncDatabase[Json]) -> Json:
@@ -308,7 +314,7 @@ async def open_schema(database: AsyncDatabase[Json]) -> Json:
     schema = await holds_run(database)
     while schema is None:
         with contextlib.suppress(DuplicateKeyError):  # another process opened the run at the same moment
-            await database.get_collection(names.RUN).insert_one({"_id": SCHEMA, **new_schema()})
+            await database.get_collection(connection.RUN).insert_one({"_id": SCHEMA, **new_schema()})
         schema = await holds_run(database)
     await prepare(database)
     return schema
@@ -326,7 +332,7 @@ async def prepare(database: AsyncDatabase[Json]) -> None:
         missing = await _missing_indexes(database, name) if name in INDEXES else []
         if missing:
             await database[name].create_indexes(missing)
-    await insert_if_missing(database[names.GATE], Gate())
+    await insert_if_missing(database[connection.GATE], Gate())
     for name, (source, pipeline) in VIEWS.items():
         if name not in existing:
             await _create(database, name, viewOn=source, pipeline=pipeline)

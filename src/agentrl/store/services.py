@@ -14,9 +14,8 @@ from agentrl.documents.run import InferenceService, Outage
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import StoreError
 from agentrl.store.claims import count_unscored, live_claims
-from agentrl.store.mechanics.connection import Json, Repository, database_call
+from agentrl.store.mechanics.connection import OUTAGE, RECORD, SERVICE, Json, Repository, database_call
 from agentrl.store.mechanics.lease import after, literal
-from agentrl.store.names import OUTAGE, RECORD, SERVICE
 
 SEEN_SECONDS = 20.0
 """An outage that its process has not refreshed for this long is not known to go on."""

@@ -10,15 +10,23 @@ from typing import Any, NamedTuple
 from pymongo import ASCENDING, DESCENDING, UpdateMany
 from pymongo.errors import DuplicateKeyError
 
-from agentrl.batches import batches
+from agentrl.base.batches import batches
 from agentrl.documents.base import plain
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, StepStatus, values
 from agentrl.documents.training import PendingCommit, TrainStep
 from agentrl.errors import StoreError
 from agentrl.store.mechanics.blobs import seal
-from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
-from agentrl.store.names import DATA, RECORD, STEP, TASK
-from agentrl.store.trainer_lease import fenced
+from agentrl.store.mechanics.connection import (
+    DATA,
+    RECORD,
+    STEP,
+    TASK,
+    Connection,
+    Json,
+    Repository,
+    database_call,
+)
+from agentrl.store.policy_versions import fenced
 
 CHUNK = 100
 """Documents of one transaction: 50 MB if each holds 65,536 tokens."""

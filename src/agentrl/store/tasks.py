@@ -12,17 +12,23 @@ import bson
 from pymongo import UpdateOne
 from pymongo.errors import BulkWriteError
 
-from agentrl.batches import weighed_batches
+from agentrl.base.batches import weighed_batches
 from agentrl.documents.base import excerpt, now, plain
-from agentrl.documents.retraction import Withdrawn
+from agentrl.documents.run import Withdrawn
 from agentrl.documents.status import SlotStatus, TaskStatus, values
 from agentrl.documents.task import CONTENT, CONVERSATIONS, Task, scorer_weights, task_key
 from agentrl.errors import TaskFileError
-from agentrl.store.epochs import Epochs
+from agentrl.store.epochs import BY_ORDER, Epochs, sort_key
 from agentrl.store.mechanics.blobs import CHECKSUMS, sealed
-from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call, id_prefix
-from agentrl.store.names import TASK, TOMBSTONE
-from agentrl.store.selection import BY_ORDER, sort_key
+from agentrl.store.mechanics.connection import (
+    TASK,
+    TOMBSTONE,
+    Connection,
+    Json,
+    Repository,
+    database_call,
+    id_prefix,
+)
 
 _BATCH = 1000
 _BATCH_BYTES = 8 * 2**20

@@ -10,14 +10,13 @@ from typing import Literal
 
 from pymongo import ReplaceOne
 
-from agentrl.batches import batches
+from agentrl.base.batches import batches
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData, TokenStatistics, TrainStep, statistics_key
 from agentrl.errors import StoreError, StoreUnavailableError
 from agentrl.store.mechanics.blobs import Blobs
-from agentrl.store.mechanics.connection import Json, Repository, database_call
-from agentrl.store.names import DATA, RECORD, TOKEN_STATISTICS
-from agentrl.store.trainer_lease import fenced
+from agentrl.store.mechanics.connection import DATA, RECORD, TOKEN_STATISTICS, Json, Repository, database_call
+from agentrl.store.policy_versions import fenced
 
 Spans = Literal["any", "all"]
 

@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from agentrl.concurrency import time_limit
+from agentrl.base.concurrency import Threads, time_limit
+from agentrl.base.user_code import contain
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import Condensed
 from agentrl.documents.task import Claim
 from agentrl.errors import FailureError, OutageError, ToolServerError, tool_server
-from agentrl.threads import Threads
-from agentrl.user_code import contain
 
 Schema = dict[str, Any]
 """An OpenAI function schema: ``{"type": "function", "function": {name, description, parameters}}``."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx2
 
+from agentrl.base.proxies import ProxiedTransport
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
 from agentrl.llm.client import retry_after
-from agentrl.proxies import ProxiedTransport
 from agentrl.tools.base import (
     Reply,
     Schema,
@@ -25,6 +25,7 @@ from agentrl.tools.base import (
     schema_name,
     timed_out,
 )
+from agentrl.tools.config import CallGate, Limits, ManagerSpec, Options, redact_address, redact_secrets
 from agentrl.tools.mcp.content import (
     MAX_MESSAGE_BYTES,
     image_items,
@@ -33,7 +34,6 @@ from agentrl.tools.mcp.content import (
     json_text,
     render_content,
 )
-from agentrl.tools.specs import CallGate, Limits, ManagerSpec, Options, redact_address, redact_secrets
 
 logger = logging.getLogger(__name__)
 

@@ -25,17 +25,24 @@ from agentrl.config.schema import (
 )
 from agentrl.distributed.apply import parallelize
 from agentrl.distributed.load_shards import load_shards
-from agentrl.distributed.mesh import Layout, Mesh, build_mesh, check_flags, plan_layout
+from agentrl.distributed.mesh import (
+    Layout,
+    Mesh,
+    World,
+    build_mesh,
+    check_flags,
+    join_alone,
+    plan_layout,
+    single_process,
+)
 from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.distributed.world import World, join_alone, single_process
 from agentrl.documents.training import BYTES_PER_TOKEN
 from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.settings import LossSettings
-from agentrl.model.flops import device_peak
+from agentrl.model.flops import Precision, choose_precision, device_peak
 from agentrl.model.forward import ForwardOptions, check_model, check_replay
 from agentrl.model.load import Policy, disable_dropout, empty_model, load_model, load_policy
 from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK
-from agentrl.model.precision import Precision, choose_precision
 from agentrl.model.routing import RouterReplay
 from agentrl.train.optimizer import build_optimizer, build_scheduler, freeze
 from agentrl.train.step import FrozenLogprobs, PolicyTrainer, Reference

@@ -24,26 +24,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentrl.atomic_folder import begin_folder, discard_folder, finish_folder
-from agentrl.documents.checkpoint import (
+from agentrl.base.atomic_folder import begin_folder, discard_folder, finish_folder
+from agentrl.documents.status import StepStatus
+from agentrl.documents.training import (
     STATE,
     Checkpoint,
     CheckpointState,
+    TrainStep,
     checkpoint_folders,
     is_checkpoint,
     read_checkpoint,
     readable_checkpoints,
 )
-from agentrl.documents.status import StepStatus
-from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model.load import Policy
 from agentrl.train.controller import Controller
 from agentrl.train.lease import ThreadFence
 from agentrl.train.optimizer import keep_hyperparameters, load_optimizer
 from agentrl.train.step import PolicyTrainer
-from agentrl.weights.folder import architecture
-from agentrl.weights.model_folder import (
+from agentrl.weights.folder import (
+    architecture,
     complete_folder,
     explain_write_errors,
     link_files,

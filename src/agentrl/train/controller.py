@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-from agentrl.device_lease import return_freed_memory
+from agentrl.base.device_lease import return_freed_memory
 from agentrl.distributed.load_shards import Rows, read_rows
-from agentrl.distributed.world import World
+from agentrl.distributed.mesh import World
 from agentrl.documents.images import Image
 from agentrl.documents.run import LiveKind, LiveWeights
 from agentrl.documents.training import DBRecordData
@@ -26,11 +26,9 @@ from agentrl.errors import ModelError, PublishError
 from agentrl.model.load import Policy
 from agentrl.train.optimizer import optimizer_state, write_optimizer
 from agentrl.train.step import PolicyTrainer, StepResult
-from agentrl.weights.delta import SUFFIX, encode
-from agentrl.weights.difference import Rounding
-from agentrl.weights.folder import ADAPTER_WEIGHTS
+from agentrl.weights.delta import SUFFIX, Rounding, encode
+from agentrl.weights.folder import ADAPTER_WEIGHTS, checksums, complete_folder
 from agentrl.weights.live import LiveHolder
-from agentrl.weights.model_folder import checksums, complete_folder
 from agentrl.weights.snapshot import (
     FILE_BYTES,
     FilePlan,

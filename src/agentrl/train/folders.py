@@ -9,13 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.base.folder_owner import (
+    OWNER_FILE,
+    Owner,
+    claim,
+    confirm,
+    foreign,
+    read_owner,
+    require_not_foreign,
+)
 from agentrl.config.schema import RunConfig
-from agentrl.documents.checkpoint import Checkpoint, is_checkpoint, readable_checkpoints
 from agentrl.documents.run import PolicyVersion, TrainerLease
 from agentrl.documents.status import StepStatus
-from agentrl.documents.training import TrainStep
+from agentrl.documents.training import Checkpoint, TrainStep, is_checkpoint, readable_checkpoints
 from agentrl.errors import ConfigError, PublishError
-from agentrl.folder_owner import OWNER_FILE, Owner, claim, confirm, foreign, read_owner, require_not_foreign
 from agentrl.weights import storage
 from agentrl.weights.publish import version_folders
 

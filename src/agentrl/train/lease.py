@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, TypeVar
 
-from agentrl.documents.checkpoint import CheckpointState
+from agentrl.base.processes import identify, is_observable
 from agentrl.documents.run import SavedCheckpoint
 from agentrl.documents.status import TrainerEnd
+from agentrl.documents.training import CheckpointState
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
 from agentrl.observe.logging import describe_process_id
-from agentrl.processes import identify, is_observable
 from agentrl.store.mechanics.lease import renewed
 from agentrl.store.mechanics.retry import retry_outages
 

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from agentrl.concurrency import end_tasks, wait_for_any
+from agentrl.base.concurrency import end_tasks, wait_for_any
+from agentrl.base.spans import NO_SPAN, Attributes, Span, tracer
 from agentrl.config.schema import TrainConfig
-from agentrl.data.step_source import StepData, StepSource
+from agentrl.data.stream import StepData, StepSource
 from agentrl.documents.model_call import pack_halves
 from agentrl.documents.status import TrainerEnd
 from agentrl.documents.training import TokenSpan, TokenStatistics, TrainStep, statistics_key
@@ -19,7 +20,6 @@ from agentrl.errors import AgentRLError, PublishError, TrainingError
 from agentrl.observe.progress import StepView
 from agentrl.observe.terminal import excerpt
 from agentrl.observe.trackers import Tracker
-from agentrl.spans import NO_SPAN, Attributes, Span, tracer
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train.lease import TrainerLease
 from agentrl.train.publishing import DeviceTurns, Progress, Saver

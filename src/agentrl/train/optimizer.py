@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from agentrl.base.validation import Settings, read_config
 from agentrl.config.flags import require
 from agentrl.config.schema import MemoryConfig, OptimConfig
 from agentrl.errors import ConfigError
-from agentrl.validation import Settings, read_config
 
 logger = logging.getLogger(__name__)
 

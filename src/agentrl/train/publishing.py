@@ -12,23 +12,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.atomic_folder import begin_folder, discard_folder
-from agentrl.concurrency import wait_for_any
+from agentrl.base.atomic_folder import begin_folder, discard_folder
+from agentrl.base.concurrency import wait_for_any
+from agentrl.base.device_lease import DeviceLease
+from agentrl.base.spans import tracer
 from agentrl.config.schema import TrainConfig
-from agentrl.device_lease import DeviceLease
-from agentrl.documents.checkpoint import Checkpoint, CheckpointState
 from agentrl.documents.run import InferenceService, LiveWeights, PolicyVersion
-from agentrl.documents.training import TrainStep
+from agentrl.documents.training import Checkpoint, CheckpointState, TrainStep
 from agentrl.errors import AgentRLError, PublishError
-from agentrl.spans import tracer
 from agentrl.train import checkpoint
 from agentrl.train.checkpoint import Unfinished
 from agentrl.train.controller import Controller
 from agentrl.train.folders import RunFolders, place_of
 from agentrl.train.lease import TrainerLease
-from agentrl.weights.folder import architecture
+from agentrl.weights.folder import architecture, explain_write_errors, require_space
 from agentrl.weights.local_copy import is_in_place
-from agentrl.weights.model_folder import explain_write_errors, require_space
 from agentrl.weights.publish import LIVE_ENGINE_SECONDS, PublishTarget, publish, publish_base, publish_live
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from agentrl.base.folder_owner import require_unclaimed
 from agentrl.chat.chat_format import TRAIN, ChatFormat, Message, TokenizedConversation, split_train
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.load import Configs, flag_names
@@ -35,22 +36,20 @@ from agentrl.config.training import SFTConfig
 from agentrl.data.forest import chain
 from agentrl.data.trajectory_tree import to_training_data
 from agentrl.distributed.accelerate_config import with_launch_settings
-from agentrl.distributed.world import World, launched_world
+from agentrl.distributed.mesh import World, launched_world
 from agentrl.documents.images import MARKER, Image
 from agentrl.documents.record import Record
 from agentrl.documents.task import Task
-from agentrl.documents.task_messages import MAX_TASK_IMAGES, kind_of, read_images
+from agentrl.documents.task_json import MAX_TASK_IMAGES, kind_of, read_images
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, ImageError, TaskFileError, TrainingError, TrajectoryError
-from agentrl.folder_owner import require_unclaimed
 from agentrl.losses.settings import LossSettings, check_idle
-from agentrl.model.precision import Precision
+from agentrl.model.flops import Precision
 from agentrl.train.build import build_trainer, step_precision
 from agentrl.train.controller import follow, lead
 from agentrl.train.optimizer import schedule_length
 from agentrl.train.step import PolicyTrainer
-from agentrl.weights.folder import base_folder
-from agentrl.weights.model_folder import atomic_model_folder
+from agentrl.weights.folder import atomic_model_folder, base_folder
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

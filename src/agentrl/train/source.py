@@ -9,10 +9,9 @@ from agentrl.config.schema import EngineConfig, LossConfig, SamplingConfig, Task
 from agentrl.data.finalize_group import verifier
 from agentrl.data.freshness import Freshness
 from agentrl.data.planner import packing_problem
-from agentrl.data.recorded import RecordedSettings, open_recorded
-from agentrl.data.regroup import Regrouping
-from agentrl.data.step_source import StepSource
-from agentrl.data.stream import DataStream, StreamSettings
+from agentrl.data.stream import DataStream, StepSource, StreamSettings
+from agentrl.lab.recorded import RecordedSettings, open_recorded
+from agentrl.lab.rescore import Regrouping
 from agentrl.store.client import Store
 from agentrl.train.controller import Controller
 from agentrl.train.publishing import Progress

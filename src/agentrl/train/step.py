@@ -28,15 +28,15 @@ from agentrl.errors import ForestError, TrainingError, first_line
 from agentrl.losses.compute import (
     DIVERGENCE,
     Denominators,
+    TokenMetrics,
     divergence,
+    measure,
     old_logprobs,
     reduce_losses,
     token_losses,
 )
-from agentrl.losses.loss import TokenBatch
+from agentrl.losses.loss import ComparedTrajectories, TokenBatch, TrajectoryMeans
 from agentrl.losses.settings import LossSettings
-from agentrl.losses.token_metrics import TokenMetrics, measure
-from agentrl.losses.trajectories import ComparedTrajectories, TrajectoryMeans
 from agentrl.model.flops import Backward, DevicePeak, ModelShape, Stopwatch, attention_pairs
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy

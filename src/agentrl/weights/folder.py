@@ -1,19 +1,34 @@
-"""Read what a model's folder holds, without torch: its files, architecture, dtype and size."""
+"""A model's folder, without torch: read it, write it with checksums, verify it, hash it; adapters too.
+
+Everything that reads an adapter comes through here: the trainer, the local engine and the merge into whole
+weights. Other engines get adapters that AgentRL trained, or merged weights.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import hashlib
 import json
+import logging
 import math
+import os
+import re
+import shutil
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.atomic_folder import atomic_folder, replace_file
 from agentrl.config.schema import ModelConfig
-from agentrl.documents.routing import ExpertShape
-from agentrl.errors import ConfigError, ModelError
-from agentrl.weights.adapter_config import is_adapter
+from agentrl.documents.model_call import ExpertShape
+from agentrl.documents.run import FileChecksum
+from agentrl.errors import ConfigError, ModelError, PublishError
+from agentrl.weights.tensor_checksums import TensorChecksum
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ARCHITECTURE_KEYS = (
@@ -171,3 +186,336 @@ def architecture(folder: Path) -> dict[str, Any]:
     content = read_config(folder)
     content |= content.get("text_config") or {}
     return {key: content[key] for key in _ARCHITECTURE_KEYS if content.get(key) is not None}
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file by which peft's folder of an adapter is recognized."""
+_APPLIED = frozenset(("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"))
+_SELECT = frozenset(("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"))
+"""Which layers have an adapter: the names of the tensors say so too."""
+_WITHOUT_EFFECT = frozenset(
+    ("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision",
+     "inference_mode", "lora_dropout", "megatron_core", "qalora_group_size", "eva_config")
+)  # fmt: skip
+"""Fields without effect on a stored adapter; the last three have one only with a setting that is refused."""
+_UNSET: tuple[Any, ...] = (None, False, "none", {}, [])
+_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Initializations that leave the base model's weights as they are. The others, such as PiSSA, change them."""
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether ``folder`` holds an adapter instead of a model's weights."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Return the content of peft's ``adapter_config.json``: r, lora_alpha and target_modules are in it.
+
+    Raises ModelError if it cannot be read, describes no LoRA, or sets anything that ``layer_scale`` and the
+    product of B and A do not express, such as DoRA.
+    """
+    try:
+        config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        is_lora = config.get("peft_type") in (None, "LORA") and bool(set(config["target_modules"]))
+        if not is_lora or config["r"] < 1 or config["lora_alpha"] < 0:
+            raise ValueError("it describes no LoRA")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(
+            f"{folder} holds no adapter that can be read: {ADAPTER_CONFIG}: {error}",
+            hint="give a LoRA adapter in peft's files",
+        ) from error
+    known = _APPLIED | _SELECT | _WITHOUT_EFFECT | {"init_lora_weights"}
+    odd = [f"{key} {value!r}" for key, value in config.items() if key not in known and value not in _UNSET]
+    if config.get("init_lora_weights") not in _STARTS:
+        odd.append(f"init_lora_weights {config['init_lora_weights']!r}, which changes the base model")
+    if odd:
+        raise ModelError(
+            f"the adapter in {folder} sets {', '.join(odd)}: AgentRL does not apply that",
+            hint="merge it with peft (merge_and_unload, then save_pretrained), and give the merged folder",
+        )
+    return config
+
+
+def layer_rank(config: dict[str, Any], layer: str) -> int:
+    """Return the rank of the adapter of ``layer``, a module's name."""
+    return int(_of_layer(config.get("rank_pattern"), layer, config["r"]))
+
+
+def layer_scale(config: dict[str, Any], layer: str) -> float:
+    """Return the factor of B·A in ``layer``, as peft computes it."""
+    rank, alpha = (
+        layer_rank(config, layer),
+        _of_layer(config.get("alpha_pattern"), layer, config["lora_alpha"]),
+    )
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _of_layer(patterns: dict[str, Any] | None, layer: str, default: Any) -> Any:
+    """Return the value of the first of peft's patterns that matches: a regular expression of a name's end."""
+    found = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", layer))
+    return next(found, default)
+
+
+CHAT_TEMPLATE = "chat_template.jinja"
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+_HEADROOM_BYTES = 16 << 20
+_READABLE = 0o644
+"""Engines may run as another user, and safetensors writes files that only their owner can read."""
+_TORCH_WRITER = ("inline_container.cc", "PytorchStreamWriter")
+"""Parts of the RuntimeError that ``torch.save`` raises instead of the operating system's error."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_SIGNS = ("os error 28", "os error 27", "os error 122", "no space")
+"""Parts of safetensors' error for a full disk."""
+_FREE_SPACE = "free space, lower --published_versions_kept or --save_total_limit, or move --output_dir"
+_FICLONE = 0x40049409
+"""ioctl of Linux: share the blocks of two files until one of them is written (btrfs, XFS)."""
+MANIFEST = "manifest.json"
+_PARALLEL_FILES = 4
+
+
+def complete_folder(base: Path, folder: Path, chat_template: str | None = None) -> None:
+    """Copy the other Hugging Face files of ``base`` to the weights in ``folder``, and let everybody read all.
+
+    ``chat_template`` replaces the template of ``base``, if given.
+    """
+    for path in base.iterdir():
+        if _accompanies_weights(path) and not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
+    if chat_template is not None:
+        (folder / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
+    for path in folder.iterdir():
+        path.chmod(_READABLE)
+
+
+@contextlib.contextmanager
+def atomic_model_folder(target: Path, needed_bytes: int) -> Iterator[Path]:
+    """Yield an empty temporary folder that becomes ``target`` at the end of the block.
+
+    Raises PublishError if the disk has fewer than ``needed_bytes`` free or a write fails; ``target`` then
+    stays as it was.
+    """
+    with explain_write_errors(target, needed_bytes):
+        require_space(target, needed_bytes)
+        with atomic_folder(target) as temporary:
+            yield temporary
+
+
+def require_space(target: Path, needed_bytes: int) -> None:
+    """Raise PublishError unless the disk of ``target`` has ``needed_bytes`` free, and 16 MiB more."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if shutil.disk_usage(target.parent).free < needed_bytes + _HEADROOM_BYTES:
+        raise _disk_full(target, needed_bytes)
+
+
+@contextlib.contextmanager
+def explain_write_errors(target: Path, needed_bytes: int) -> Iterator[None]:
+    """Convert write errors of the block, which writes ``target``, to PublishError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise _disk_full(target, needed_bytes) from error
+        raise PublishError(
+            f"{target} could not be written: {error.strerror or error}", hint="check the folder's permissions"
+        ) from error
+    except Exception as error:
+        text = str(error)
+        if type(error).__name__ == "SafetensorError":
+            if any(sign in text.lower() for sign in _FULL_SIGNS):
+                raise _disk_full(target, needed_bytes) from error
+            raise PublishError(
+                f"{target} could not be written: {text}", hint="check the folder and its disk"
+            ) from error
+        if isinstance(error, RuntimeError) and any(sign in text for sign in _TORCH_WRITER):
+            raise PublishError(
+                f"{target} could not be written, most likely because the disk is full: {text}",
+                hint=_FREE_SPACE,
+            ) from error
+        raise
+
+
+def link_files(source: Path, folder: Path) -> None:
+    """Give the files of ``source`` a second name in ``folder``; a copy where the file system has no links.
+
+    A checkpoint and a published version of one step thus are written once and take their space once. Files
+    that ``complete_folder`` writes itself are left out: one with two names must never be written in place.
+    """
+    for path in source.iterdir():
+        if not path.is_file() or path.name in (MANIFEST, CHAT_TEMPLATE) or path.name.startswith("."):
+            continue
+        target = folder / path.name
+        if _reflink(path, target):
+            continue
+        try:
+            os.link(path, target)
+        except OSError:
+            shutil.copyfile(path, target)
+
+
+def _accompanies_weights(path: Path) -> bool:
+    name = path.name
+    hidden = name.startswith(".") or name == MANIFEST
+    return path.is_file() and not hidden and not name.endswith(WEIGHT_SUFFIXES)
+
+
+def _reflink(source: Path, target: Path) -> bool:
+    with source.open("rb") as reader, target.open("xb") as writer:
+        try:
+            fcntl.ioctl(writer.fileno(), _FICLONE, reader.fileno())
+        except OSError:
+            target.unlink()
+            return False
+    return True
+
+
+def _disk_full(target: Path, needed_bytes: int) -> PublishError:
+    free = shutil.disk_usage(target.parent).free
+    return PublishError(
+        f"the disk of {target.parent} is full: {target.name} needs {needed_bytes:,} bytes, {free:,} are free",
+        hint=_FREE_SPACE,
+    )
+
+
+def checksums(folder: Path, known: Sequence[FileChecksum] = ()) -> tuple[FileChecksum, ...]:
+    """Return SHA-256 and size of each regular file in ``folder``, ordered by name; hidden files are left out.
+
+    Files of ``known`` are not read again. Several files are read at a time, in chunks: hashing releases the
+    interpreter lock.
+    """
+    done = {file.name: file for file in known}
+    try:
+        paths = sorted(
+            path
+            for path in folder.iterdir()
+            if path.is_file() and path.name != MANIFEST and not path.name.startswith(".")
+        )
+        with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
+            return tuple(pool.map(lambda path: done.get(path.name) or _checksum(path), paths))
+    except OSError as error:
+        raise PublishError(
+            f"{error.filename or folder} cannot be read: {error.strerror}",
+            hint="check that the folder exists and that this user may read it",
+        ) from error
+
+
+def write_manifest(
+    folder: Path,
+    *,
+    version: int,
+    files: Sequence[FileChecksum] | None = None,
+    tensors: Mapping[str, TensorChecksum] | None = None,
+) -> tuple[FileChecksum, ...]:
+    """Write ``manifest.json`` and return the checksums of the files.
+
+    It holds the version, each file's size and SHA-256, and the checksum of each tensor, if they are known.
+    Pass ``files`` if the checksums are already known.
+    """
+    files = checksums(folder) if files is None else tuple(files)
+    content: dict[str, Any] = {"version": version, "files": [file.to_document() for file in files]}
+    if tensors:
+        content["tensors"] = {name: found.to_json() for name, found in sorted(tensors.items())}
+    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return files
+
+
+def verify(folder: str | Path, files: Sequence[FileChecksum]) -> None:
+    """Raise PublishError if a file of ``folder`` is missing or differs from its checksum."""
+    folder = Path(folder)
+    for expected in files:
+        try:
+            size = (folder / expected.name).stat().st_size
+        except OSError as error:
+            raise _mismatch(folder, expected.name, "the file", error.strerror or "no file") from error
+        if size != expected.bytes:
+            raise _mismatch(folder, expected.name, f"{expected.bytes} bytes", f"{size} bytes")
+    with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
+        for expected, actual in zip(
+            files, pool.map(_checksum, (folder / file.name for file in files)), strict=True
+        ):
+            if actual.sha256 != expected.sha256:
+                raise _mismatch(folder, expected.name, f"sha256 {expected.sha256}", f"sha256 {actual.sha256}")
+
+
+def _checksum(path: Path) -> FileChecksum:
+    with path.open("rb", buffering=0) as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return FileChecksum(name=path.name, bytes=file.tell(), sha256=digest.hexdigest())
+
+
+def _mismatch(folder: Path, name: str, expected: str, actual: str) -> PublishError:
+    return PublishError(
+        f"{folder / name} differs from what was published: expected {expected}, found {actual}",
+        hint="these weights are not loaded; the trainer's next version replaces them",
+    )
+
+
+logger = logging.getLogger(__name__)
+
+_CACHE = Path(".agentrl/checksums")
+_SMALL_BYTES = 64 << 20
+"""A folder with fewer bytes is hashed at every start."""
+_READ = re.compile(
+    r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|merges"
+    r"|chat_template|processor_config|preprocessor_config|video_preprocessor_config)\.(json|txt|jinja|model)"
+    r"|.*\.(index\.json|py|tiktoken|spm)"
+)
+"""Files beside the weights that change what a model computes. A README does not."""
+
+
+def read_files(folder: Path) -> dict[str, str]:
+    """Return {name: SHA-256} of the files that loading ``folder`` reads: weights, configuration, tokenizer.
+
+    Raises PublishError or ModelError if one cannot be read.
+    """
+    weights = {path.name for path in weight_files(folder)}
+    found = known_checksums(folder)
+    return {file.name: file.sha256 for file in found if file.name in weights or is_read(file.name)}
+
+
+def is_read(name: str) -> bool:
+    """Return whether loading a model reads its file ``name``, one of those beside the weights."""
+    return _READ.fullmatch(name) is not None
+
+
+def known_checksums(folder: Path) -> tuple[FileChecksum, ...]:
+    """Return the checksums of all files in ``folder``, as ``checksums`` does, without reading one twice.
+
+    A file is read again unless its inode, size, and times of modification and of change are those of the last
+    time. Copies that keep the time of modification, as ``rsync -t`` makes, differ in the time of change,
+    which no program can set; so a start with a large model costs a look at its folder.
+    """
+    place = folder.resolve()
+    cache = _CACHE / f"{hashlib.sha256(str(place).encode()).hexdigest()[:32]}.json"
+    states = dict(_states(place))
+    stored = _read(cache)
+    known = [
+        FileChecksum.from_document(stored[name]["checksum"])
+        for name, state in states.items()
+        if stored.get(name, {}).get("state") == state
+    ]
+    found = checksums(place, known)
+    if len(known) < len(found) and sum(file.bytes for file in found) > _SMALL_BYTES:
+        # What changed while it was read has another state than ``states`` has, and is read again next time.
+        listed = [file for file in found if file.name in states]
+        files = {file.name: {"state": states[file.name], "checksum": file.to_document()} for file in listed}
+        try:
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(cache, json.dumps({"folder": str(place), "files": files}, indent=1).encode())
+        except OSError as error:
+            logger.debug("%s cannot be written, so that models are hashed at every start: %s", cache, error)
+    return found
+
+
+def _states(folder: Path) -> Iterable[tuple[str, list[int]]]:
+    for entry in os.scandir(folder) if folder.is_dir() else ():
+        if entry.is_file():
+            status = entry.stat()
+            yield entry.name, [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _read(cache: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(cache.read_text(encoding="utf-8"))["files"]
+        return {name: item for name, item in found.items() if item["state"] and item["checksum"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}

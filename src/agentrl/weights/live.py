@@ -36,9 +36,9 @@ import torch.multiprocessing
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from agentrl.base.processes import identify
 from agentrl.documents.run import LiveKind, LiveShare, LiveWeights
 from agentrl.errors import ConfigError, ModelError, PublishError, first_line
-from agentrl.processes import identify
 from agentrl.weights.folder import read_header
 from agentrl.weights.tensor_checksums import file_header, raw, torch_dtype
 

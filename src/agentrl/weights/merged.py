@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 from agentrl.errors import ModelError
-from agentrl.weights.adapter_config import read_adapter_config
-from agentrl.weights.model_folder import checksums
+from agentrl.weights.folder import checksums, read_adapter_config
 
 MERGED = Path(".agentrl/merged")
 _SECONDS = 1800.0

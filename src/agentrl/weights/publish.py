@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.atomic_folder import discard_folder, finish_folder
+from agentrl.base.atomic_folder import discard_folder, finish_folder
 from agentrl.documents.base import now
 from agentrl.documents.run import FileChecksum, LiveWeights, PolicyVersion, WeightEncoding
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
 from agentrl.weights import storage
 from agentrl.weights.delta import SUFFIX
-from agentrl.weights.folder import ADAPTER_WEIGHTS
-from agentrl.weights.model_files import known_checksums
-from agentrl.weights.model_folder import (
+from agentrl.weights.folder import (
+    ADAPTER_WEIGHTS,
     explain_write_errors,
+    known_checksums,
     verify,
     write_manifest,
 )

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from agentrl.atomic_folder import delete_folder
-from agentrl.batches import batches
+from agentrl.base.atomic_folder import delete_folder
+from agentrl.base.batches import batches
+from agentrl.base.installation import require
+from agentrl.base.proxies import proxy_of
 from agentrl.documents.run import FileChecksum
 from agentrl.errors import ConfigError, PublishError
-from agentrl.extras import require
-from agentrl.proxies import proxy_of
-from agentrl.weights.model_folder import MANIFEST
+from agentrl.weights.folder import MANIFEST
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -14,8 +14,8 @@ import pytest
 from fake_kubernetes import FakeKubernetes
 from rootfs_here import make_rootfs, rootfs_problem
 
-from agentrl.containers.base import CONTAINERS, Container, ContainerSpec, FilesTooLargeError
-from agentrl.tools.sandbox.limits import Execution
+from agentrl.worlds.containers.base import CONTAINERS, Container, ContainerSpec, FilesTooLargeError
+from agentrl.worlds.sandbox.limits import Execution
 
 pytestmark = [
     pytest.mark.integration,

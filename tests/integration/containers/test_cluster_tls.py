@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from agentrl.containers.base import ContainerSpec
-from agentrl.containers.kubernetes import KubernetesContainer
 from agentrl.errors import ConfigError
+from agentrl.worlds.containers.base import ContainerSpec
+from agentrl.worlds.containers.kubernetes import KubernetesContainer
 
 pytestmark = [
     pytest.mark.integration,

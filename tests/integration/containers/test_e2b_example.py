@@ -17,8 +17,8 @@ import pytest
 from fake_docker import inside
 from rootfs_here import make_rootfs, rootfs_problem
 
-from agentrl.containers.base import CONTAINERS, Container, ContainerSpec, FilesTooLargeError
 from agentrl.errors import ToolServerError
+from agentrl.worlds.containers.base import CONTAINERS, Container, ContainerSpec, FilesTooLargeError
 
 pytestmark = [
     pytest.mark.integration,

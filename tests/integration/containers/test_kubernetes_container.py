@@ -13,11 +13,11 @@ import yaml
 from fake_kubernetes import TOKEN, FakeKubernetes
 from rootfs_here import make_rootfs, rootfs_problem
 
-from agentrl.containers import kubernetes
-from agentrl.containers.base import ContainerSpec
-from agentrl.containers.kubernetes import KubernetesContainer, job_of
+from agentrl.base.processes import owned_name
 from agentrl.errors import ConfigError, DependencyKind, ToolServerError
-from agentrl.processes import owned_name
+from agentrl.worlds.containers import kubernetes
+from agentrl.worlds.containers.base import ContainerSpec
+from agentrl.worlds.containers.kubernetes import KubernetesContainer, job_of
 
 pytestmark = [
     pytest.mark.integration,

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from rootfs_here import make_rootfs, rootfs_problem
 
-from agentrl.containers import sandbox
-from agentrl.containers.base import CONTAINERS, Container, ContainerSpec
-from agentrl.containers.sandbox import SandboxContainer
 from agentrl.errors import ConfigError, ToolServerError
-from agentrl.tools.sandbox import local
-from agentrl.tools.sandbox.limits import Execution
-from agentrl.tools.sandbox.local import LauncherProcess
-from agentrl.tools.sandbox.program import descendants
-from agentrl.tools.sandbox.rootfs import _is_running
+from agentrl.worlds.containers import sandbox
+from agentrl.worlds.containers.base import CONTAINERS, Container, ContainerSpec
+from agentrl.worlds.containers.sandbox import SandboxContainer
+from agentrl.worlds.sandbox import local
+from agentrl.worlds.sandbox.limits import Execution
+from agentrl.worlds.sandbox.local import LauncherProcess
+from agentrl.worlds.sandbox.program import descendants
+from agentrl.worlds.sandbox.rootfs import _is_running
 
 pytestmark = [
     pytest.mark.integration,
@@ -116,8 +116,8 @@ async def test_it_ends_by_itself(rootfs: Path) -> None:
 
 KILLED = """
 import asyncio, sys
-from agentrl.containers.base import ContainerSpec
-from agentrl.containers.sandbox import SandboxContainer
+from agentrl.worlds.containers.base import ContainerSpec
+from agentrl.worlds.containers.sandbox import SandboxContainer
 async def main():
     async with SandboxContainer(ContainerSpec(name="test", rootfs=sys.argv[1], seconds=60)) as box:
         await box.run(["/bin/sh", "-c", "exec 1>/dev/null 2>&1; sleep 4321 &"], seconds=10)
@@ -166,7 +166,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Launch
         one.stop()
 
 
-SLOW = "from agentrl.tools.sandbox import linux; import time; linux.set_hostname = lambda _: time.sleep(60)"
+SLOW = "from agentrl.worlds.sandbox import linux; import time; linux.set_hostname = lambda _: time.sleep(60)"
 
 
 async def test_a_start_whose_launcher_is_killed_leaves_nothing(
@@ -189,7 +189,7 @@ async def test_a_start_whose_launcher_is_killed_leaves_nothing(
 
 
 NO_OVERLAY = """
-from agentrl.tools.sandbox import linux
+from agentrl.worlds.sandbox import linux
 def refuse(source, target, kind="", flags=0, options="", mount=linux.mount):
     if kind == "overlay":
         raise OSError("no overlay")

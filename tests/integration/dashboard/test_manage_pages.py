@@ -12,9 +12,8 @@ import pytest
 import small_run as run
 
 from agentrl.config.schema import RunConfig
-from agentrl.dashboard.security import DashboardOptions
-from agentrl.dashboard.serve import create_app
-from agentrl.store.admin.runs import RunAdmin
+from agentrl.lab.runs import RunAdmin
+from agentrl.screens.dashboard.serve import DashboardOptions, create_app
 from agentrl.store.client import Store, open_existing, run_exists
 
 pytestmark = pytest.mark.integration

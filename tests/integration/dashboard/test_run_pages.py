@@ -22,16 +22,15 @@ import small_run as run
 from starlette.applications import Starlette
 
 from agentrl.config.schema import RunConfig
-from agentrl.dashboard import stores
-from agentrl.dashboard.security import DashboardOptions
-from agentrl.dashboard.serve import create_app
 from agentrl.documents.run import Evaluation, PolicyVersion
 from agentrl.documents.status import EvaluationStatus, TrainerEnd
 from agentrl.documents.task import task_key
+from agentrl.lab.runs import RunAdmin
+from agentrl.lab.server import Users
+from agentrl.lab.withdraw import Retractions
 from agentrl.observe.metric_definitions import definition_of
-from agentrl.store.admin.retract import Retractions
-from agentrl.store.admin.runs import RunAdmin
-from agentrl.store.admin.server import Users
+from agentrl.screens.dashboard import stores
+from agentrl.screens.dashboard.serve import DashboardOptions, create_app
 from agentrl.store.client import Store, open_store
 
 pytestmark = pytest.mark.integration

@@ -14,13 +14,12 @@ import pytest
 import small_run as run
 
 from agentrl.config.schema import RunConfig
-from agentrl.dashboard.query import FIELDS
-from agentrl.dashboard.security import DashboardOptions
-from agentrl.dashboard.serve import create_app
 from agentrl.documents.model_call import pack_halves
 from agentrl.documents.training import TokenSpan, TokenStatistics, statistics_key
+from agentrl.screens.dashboard.query import FIELDS
+from agentrl.screens.dashboard.serve import DashboardOptions, create_app
 from agentrl.store.client import Store
-from agentrl.store.labels import Labels
+from agentrl.store.gateways import Labels
 
 pytestmark = pytest.mark.integration
 

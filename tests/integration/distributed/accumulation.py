@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl.config.schema import MemoryConfig, TrainConfig
 from agentrl.distributed.fsdp import GradientReduction
+from agentrl.distributed.mesh import leave_processes
 from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.distributed.world import leave_processes
 from agentrl.train.step import PolicyTrainer
 
 REDUCED = torch.ops.c10d._reduce_scatter_base_.default

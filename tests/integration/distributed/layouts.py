@@ -40,17 +40,16 @@ from transformers import AutoModelForCausalLM
 from agentrl.config.schema import AdapterConfig, MemoryConfig, OptimConfig, TrainConfig
 from agentrl.data.planner import PrefixMerging, build_micro_batches
 from agentrl.distributed.apply import parallelize
-from agentrl.distributed.mesh import build_mesh, plan_layout
+from agentrl.distributed.mesh import build_mesh, leave_processes, plan_layout
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.distributed.pipeline_stages import tied_weight
-from agentrl.distributed.world import leave_processes
-from agentrl.documents.routing import ExpertShape
+from agentrl.documents.model_call import ExpertShape
 from agentrl.documents.training import DBRecordData
 from agentrl.losses.settings import LossSettings
+from agentrl.model.flops import Precision
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
 from agentrl.model.lora import Adapter, add_adapter
-from agentrl.model.precision import Precision
 from agentrl.model.routing import RouterReplay, find_routers
 from agentrl.train.build import checkpointing_mode, compile_layers, enable_checkpointing
 from agentrl.train.controller import Lane, RankWriter

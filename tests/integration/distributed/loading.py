@@ -26,9 +26,8 @@ from torch.distributed.tensor import DTensor
 from agentrl.config.schema import LossConfig, ModelConfig, TrainConfig
 from agentrl.distributed import load_shards as loading
 from agentrl.distributed.load_shards import load_shards, read_rows
-from agentrl.distributed.mesh import build_mesh, plan_layout
+from agentrl.distributed.mesh import build_mesh, leave_processes, plan_layout
 from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.distributed.world import leave_processes
 from agentrl.losses.settings import LossSettings
 from agentrl.model.forward import ForwardOptions, check_model
 from agentrl.model.load import Policy, empty_model, load_model, placeholders

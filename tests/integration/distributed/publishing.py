@@ -20,11 +20,10 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import TrainConfig
+from agentrl.distributed.mesh import leave_processes
 from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.distributed.world import leave_processes
 from agentrl.train.step import PolicyTrainer
-from agentrl.weights.folder import stored_dtype
-from agentrl.weights.model_folder import checksums
+from agentrl.weights.folder import checksums, stored_dtype
 from agentrl.weights.tensor_checksums import TensorChecksum
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 64}

@@ -39,9 +39,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tiny_models import tiny_model
 
 from agentrl.distributed.expert_parallel import shard_experts
-from agentrl.distributed.mesh import Layout, Mesh, build_mesh
+from agentrl.distributed.mesh import Layout, Mesh, build_mesh, leave_processes
 from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.distributed.world import leave_processes
 from agentrl.train.build import enable_checkpointing
 
 LIMIT = 1e-5

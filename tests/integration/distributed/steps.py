@@ -7,10 +7,8 @@ from dataclasses import replace
 import numpy as np
 from tiny_models import VOCABULARY, trajectory
 
-from agentrl.documents.column import TokenColumns, TopLogprobs
-from agentrl.documents.model_call import pack_ids, unpack_ids
-from agentrl.documents.routing import pack_routing
-from agentrl.documents.sampling_mask import SamplingMask
+from agentrl.documents.model_call import SamplingMask, pack_ids, pack_routing, unpack_ids
+from agentrl.documents.record import TokenColumns, TopLogprobs
 from agentrl.documents.training import DBRecordData
 
 MAX_TOKENS = 48

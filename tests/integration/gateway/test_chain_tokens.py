@@ -12,13 +12,13 @@ from chat_models import KEEPS_ALL
 from gateway_run import answerer_of, gateway_task, worker_of
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
 
-from agentrl.config.agent import GatewayConfig
+from agentrl.config.sampling import GatewayConfig
 from agentrl.config.schema import GroupConfig
 from agentrl.data.forest import forest_from_data
 from agentrl.data.trajectory_tree import to_training_data
 from agentrl.documents.status import StopReason
 from agentrl.documents.training import DBRecordData
-from agentrl.gateway.host import GatewayHost
+from agentrl.gateway.app import GatewayHost
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import react
 from agentrl.rollout.rollout import Rollout

@@ -13,9 +13,9 @@ from gateway_run import GatewayRun, gateway_task
 from rich.console import Console, RenderableType
 
 from agentrl.documents.run import Evaluation
-from agentrl.snapshot.run_tables import render_tables
-from agentrl.snapshot.snapshot import SnapshotReader
-from agentrl.snapshot.trajectory_page import render_trajectory
+from agentrl.screens.snapshot import SnapshotReader
+from agentrl.screens.tables import render_tables
+from agentrl.screens.trajectory_page import render_trajectory
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

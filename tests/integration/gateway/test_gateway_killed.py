@@ -17,11 +17,11 @@ from gateway_run import GatewayRun
 from scripted_engine import Call, ScriptedEngine
 from tiny_policy import tiny_format, write_tiny_policy
 
-from agentrl.config.agent import GatewayConfig
+from agentrl.base.processes import free_port
+from agentrl.config.sampling import GatewayConfig
 from agentrl.config.schema import RunConfig
-from agentrl.documents.gateway import GatewayCallStatus
 from agentrl.documents.model_call import unpack_ids
-from agentrl.processes import free_port
+from agentrl.documents.record import GatewayCallStatus
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

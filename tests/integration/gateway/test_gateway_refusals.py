@@ -13,7 +13,7 @@ import pytest
 from gateway_run import GatewayRun
 
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.config.agent import GatewayConfig
+from agentrl.config.sampling import GatewayConfig
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

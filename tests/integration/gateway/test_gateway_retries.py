@@ -11,8 +11,8 @@ from gateway_run import GatewayRun
 from pymongo.read_concern import ReadConcern
 from rollout_fakes import ScriptedEngine, format_of
 
-from agentrl.config.agent import GatewayConfig
-from agentrl.documents.gateway import GatewayCallStatus
+from agentrl.config.sampling import GatewayConfig
+from agentrl.documents.record import GatewayCallStatus
 from agentrl.errors import EngineError
 from agentrl.inference.engine import Generation
 from agentrl.store.client import Store

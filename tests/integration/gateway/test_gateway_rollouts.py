@@ -10,9 +10,9 @@ import pytest
 from gateway_run import answerer_of, gateway_task, worker_of
 from rollout_fakes import ScriptedEngine, format_of
 
-from agentrl.config.agent import GatewayConfig
+from agentrl.config.sampling import GatewayConfig
 from agentrl.documents.status import RecordStatus, StopReason
-from agentrl.gateway.host import GatewayHost
+from agentrl.gateway.app import GatewayHost
 from agentrl.rollout.agent_io import Endpoint, Outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.store.client import Store

@@ -14,7 +14,7 @@ from served_engine import Served, serve_locally
 from unmoved.train_dump import make_model
 
 from agentrl.chat.open_format import open_chat_format
-from agentrl.config.agent import GatewayConfig
+from agentrl.config.sampling import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, ModelConfig, SamplingConfig
 from agentrl.data.finalize_group import explain_difference
 from agentrl.data.planner import build_micro_batches
@@ -25,11 +25,11 @@ from agentrl.documents.status import RecordStatus, ServiceStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.documents.training import DBRecordData
 from agentrl.gateway.answerer import Answerer
-from agentrl.gateway.host import GatewayHost
+from agentrl.gateway.app import GatewayHost
 from agentrl.inference.session import EngineRouter
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import load_policy
-from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 from agentrl.train.step import forward_backward

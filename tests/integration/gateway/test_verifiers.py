@@ -16,7 +16,7 @@ from gateway_run import answerer_of
 from loaded_tasks import load_tasks
 from rollout_fakes import ScriptedEngine, format_of
 
-from agentrl.config.agent import GatewayConfig
+from agentrl.config.sampling import GatewayConfig
 from agentrl.config.schema import (
     AgentConfig,
     ClaimConfig,
@@ -32,13 +32,13 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.documents.training import DBRecordData
-from agentrl.environments import verifiers
 from agentrl.errors import ENGINES, EngineError, TaskFileError
-from agentrl.gateway.host import GatewayHost
-from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.gateway.app import GatewayHost
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
+from agentrl.worlds import verifiers
 
 REPOSITORY = Path(__file__).parents[3]
 EXAMPLE = REPOSITORY / "assets" / "examples" / "verifiers"
@@ -129,7 +129,7 @@ async def run_all(store: Store, worker: Worker) -> list[Record]:
 def paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Modules of the example and of a test are found in the venv."""
     monkeypatch.setenv("PYTHONPATH", f"{EXAMPLE}{os.pathsep}{tmp_path}")
-    monkeypatch.setattr("agentrl.harness.agent.RETURN_SECONDS", 1.0)
+    monkeypatch.setattr("agentrl.worlds.harness.agent.RETURN_SECONDS", 1.0)
 
 
 @current

@@ -14,11 +14,9 @@ from rootfs_here import rootfs_with_python
 
 from agentrl.documents.record import CommandRun, Ending
 from agentrl.errors import ToolServerError
-from agentrl.harness.config import HarnessConfig, HarnessLimits
-from agentrl.harness.prepare import Prepared
-from agentrl.harness.session import ContainerSession
-from agentrl.harness.workspace import build_base, read_file
-from agentrl.tools.sandbox.local import namespace_problem
+from agentrl.worlds.harness.agent import ContainerSession
+from agentrl.worlds.harness.prepare import HarnessConfig, HarnessLimits, Prepared, build_base, read_file
+from agentrl.worlds.sandbox.local import namespace_problem
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 needs_docker = pytest.mark.skipif(docker_problem() is not None, reason=f"no Docker here: {docker_problem()}")

@@ -18,15 +18,15 @@ from gateway_run import gateway_task
 from harness_run import CALL, PYTHON, HarnessRun, write_harness
 from rollout_fakes import FakeTools
 
-from agentrl.config.agent import GatewayConfig
+from agentrl.config.sampling import GatewayConfig
 from agentrl.config.schema import AgentConfig, SamplingConfig
 from agentrl.documents.record import Ending
 from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.errors import ENGINES, ConfigError, EngineError
-from agentrl.harness.agent import is_up
 from agentrl.rollout.preflight import probe
 from agentrl.store.client import Store
-from agentrl.tools.sandbox.local import namespace_problem
+from agentrl.worlds.harness.agent import is_up
+from agentrl.worlds.sandbox.local import namespace_problem
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -305,7 +305,7 @@ async def test_a_slow_gateway_does_not_hide_the_error_of_the_harness(
         return look
 
     monkeypatch.setattr(httpx2.AsyncClient, "get", get)
-    monkeypatch.setattr("agentrl.harness.agent._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("agentrl.worlds.harness.agent._LOOK_SECONDS", 0.0)
     assert await is_up("http://gateway/v1") == isinstance(first, httpx2.ReadTimeout)
     assert looks == []
 
@@ -316,7 +316,7 @@ async def test_an_outage_of_engine_or_gateway_uses_up_no_attempt(
     path = write_harness(tmp_path, CALL)
     record = await HarnessRun(store, path, EngineError("down", outage=ENGINES)).run()
     assert (record.status, record.failure) == (RecordStatus.RELEASED, None)
-    monkeypatch.setattr("agentrl.harness.agent.RETURN_SECONDS", 0.1)
+    monkeypatch.setattr("agentrl.worlds.harness.agent.RETURN_SECONDS", 0.1)
     away = HarnessRun(store, path, config=GatewayConfig(gateway_url="http://127.0.0.1:9"))
     record = await away.run()
     assert (record.status, record.failure) == (RecordStatus.RELEASED, None)

@@ -16,8 +16,8 @@ from loaded_tasks import load_tasks
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
 from tiny_policy import write_tiny_policy
 
-from agentrl.config.agent import GatewayConfig
 from agentrl.config.load import parse
+from agentrl.config.sampling import GatewayConfig
 from agentrl.config.schema import (
     AgentConfig,
     ClaimConfig,
@@ -28,8 +28,8 @@ from agentrl.config.schema import (
 )
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
-from agentrl.gateway.host import GatewayHost
-from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.gateway.app import GatewayHost
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 

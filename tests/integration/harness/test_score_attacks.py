@@ -9,10 +9,9 @@ import pytest
 from docker_here import docker_problem
 from harness_run import PYTHON, write_harness
 
-from agentrl.harness.agent import score_files
-from agentrl.harness.prepare import prepare
-from agentrl.harness.session import ContainerSession, HarnessSession
-from agentrl.tools.sandbox.local import namespace_problem
+from agentrl.worlds.harness.agent import ContainerSession, HarnessSession, score_files
+from agentrl.worlds.harness.prepare import prepare
+from agentrl.worlds.sandbox.local import namespace_problem
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120), pytest.mark.attack]
 

@@ -11,16 +11,16 @@ import pytest
 from harness_run import CALL, HarnessRun, write_harness
 from rootfs_here import rootfs_problem, rootfs_with_python
 
-from agentrl.config.containers import ContainerConfig
+from agentrl.config.sampling import ContainerConfig
 from agentrl.config.schema import ToolConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, StopReason
-from agentrl.environments.harbor.machine import use_containers
-from agentrl.environments.tasks import read_task_source
 from agentrl.errors import ConfigError
-from agentrl.harness.prepare import prepare
+from agentrl.rollout.load_tasks import read_task_source
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
+from agentrl.worlds.harbor.machine import use_containers
+from agentrl.worlds.harness.prepare import prepare
 
 pytestmark = [
     pytest.mark.integration,

@@ -11,15 +11,15 @@ from db_command import violations
 from small_run import STEP, TRAINED, build
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents.family import PARENT, Relative, child_key
+from agentrl.documents.run import PARENT, Relative, child_key
 from agentrl.documents.task import record_key
 from agentrl.errors import ConfigError, StoreError
-from agentrl.store.admin.retention import Retention
-from agentrl.store.admin.runs import RunAdmin, rename_run
-from agentrl.store.admin.transfer import Transfer
+from agentrl.lab.retention import Retention
+from agentrl.lab.runs import RunAdmin, rename_run
+from agentrl.lab.transfer import Transfer
 from agentrl.store.client import Store, open_connection, open_existing, open_store
-from agentrl.store.names import DATA, RECORD, RUN, TASK
-from agentrl.store.names import STEP as STEPS
+from agentrl.store.mechanics.connection import DATA, RECORD, RUN, TASK
+from agentrl.store.mechanics.connection import STEP as STEPS
 
 pytestmark = pytest.mark.integration
 ALIVE = 10.0

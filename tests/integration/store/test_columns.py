@@ -14,12 +14,12 @@ from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.finalize_group import verifier
 from agentrl.data.forest import forest_from_data
 from agentrl.data.freshness import Freshness
-from agentrl.documents.column import TopLogprobs
+from agentrl.documents.record import TopLogprobs
 from agentrl.documents.status import ColumnStatus, RecordStatus, TaskStatus
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import LeaseLostError
-from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store.admin.transfer import Transfer
+from agentrl.lab.transfer import Transfer
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store, open_connection
 from agentrl.store.columns import ColumnClaim
 

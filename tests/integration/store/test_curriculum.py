@@ -8,9 +8,9 @@ from test_task_selection import take, violations
 
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.task import Slot, Task, task_key
-from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
-from agentrl.store.selection import MASTERED_GROUPS, Selection
+from agentrl.store.epochs import MASTERED_GROUPS, Selection
 
 pytestmark = pytest.mark.integration
 

@@ -13,7 +13,7 @@ from db_command import agentrl_db
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, StoreError
-from agentrl.store.admin import dataset
+from agentrl.lab import dataset
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

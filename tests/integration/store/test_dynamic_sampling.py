@@ -8,13 +8,13 @@ import pytest
 import small_run as run
 from ready_data import ready_data
 
-from agentrl.cli import db
-from agentrl.cli.db import check_options
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, task_key
-from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store.admin.check.checks import Checks
+from agentrl.lab.check.checks import Checks
+from agentrl.lab.cli import db
+from agentrl.lab.cli.db import check_options
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

@@ -17,7 +17,7 @@ from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.status import TaskStatus
 from agentrl.errors import StoreError
-from agentrl.rollout.finalizer import ATTEMPTS, GroupFinalizer
+from agentrl.rollout.housekeeping import ATTEMPTS, GroupFinalizer
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

@@ -18,9 +18,9 @@ import pytest
 from agentrl.config.schema import RunConfig
 from agentrl.documents.images import Image
 from agentrl.errors import StoreError
+from agentrl.local import mongod as embedded
+from agentrl.local.mongod import EmbeddedMongo
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded import server as embedded
-from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.store.mechanics.retry import retry_outages
 
 pytestmark = [pytest.mark.integration, pytest.mark.attack, pytest.mark.timeout(300)]

@@ -15,11 +15,11 @@ from agentrl.data.finalize_group import GroupRules, verifier
 from agentrl.documents.base import now
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Task, task_key
-from agentrl.rollout import finalizer as finalize_module
-from agentrl.rollout.finalizer import ATTEMPTS, GroupFinalizer
+from agentrl.rollout import housekeeping as finalize_module
+from agentrl.rollout.housekeeping import ATTEMPTS, GroupFinalizer
 from agentrl.scoring.groups import ScoredGroup, group_filter
-from agentrl.snapshot.run_tables import render_tables
-from agentrl.snapshot.snapshot import SnapshotReader
+from agentrl.screens.snapshot import SnapshotReader
+from agentrl.screens.tables import render_tables
 from agentrl.store import groups
 from agentrl.store.client import Store
 from agentrl.store.groups import GroupOutcome, StoredGroup

@@ -15,8 +15,8 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents import base
 from agentrl.documents.images import Image
 from agentrl.documents.run import InferenceService
-from agentrl.snapshot.snapshot import SnapshotReader
-from agentrl.store.admin.retention import Retention
+from agentrl.lab.retention import Retention
+from agentrl.screens.snapshot import SnapshotReader
 from agentrl.store.client import Store, open_store
 
 pytestmark = [pytest.mark.integration, pytest.mark.attack]

@@ -13,10 +13,10 @@ import pytest
 from db_command import agentrl_db
 from loaded_tasks import load_tasks
 
+from agentrl.base.permissions import is_allowed
 from agentrl.cli.tasks import main
 from agentrl.config.load import Configs
 from agentrl.config.schema import AgentConfig, GroupConfig, RunConfig, TaskConfig, ToolConfig
-from agentrl.permissions import is_allowed
 from agentrl.rollout.setup import allow_configured_imports
 from agentrl.store.client import open_existing, open_store
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.documents.gateway import GatewayCall
+from agentrl.documents.record import GatewayCall
 from agentrl.documents.run import EpochOpening
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError, StoreUnavailableError

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from legal_edges import watched
 from legal_history import History
 
-from agentrl.cli import db
-from agentrl.cli.db import check_options
 from agentrl.config.schema import GroupConfig
+from agentrl.lab.check.checks import Checks
+from agentrl.lab.cli import db
+from agentrl.lab.cli.db import check_options
 from agentrl.store import steps
-from agentrl.store.admin.check.checks import Checks
 from agentrl.store.client import Store
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

@@ -13,7 +13,7 @@ from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import Slot, Task
-from agentrl.snapshot.snapshot import SnapshotReader
+from agentrl.screens.snapshot import SnapshotReader
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

@@ -7,12 +7,12 @@ from datetime import timedelta
 
 import pytest
 
+from agentrl.base.processes import identify
 from agentrl.documents.base import now, plain
 from agentrl.documents.run import SCHEMA, Maker, ProcessIdentity
 from agentrl.errors import LeaseLostError, StoreError
-from agentrl.processes import identify
-from agentrl.store.admin.making import Making, make_run
-from agentrl.store.admin.runs import RunAdmin
+from agentrl.lab.runs import RunAdmin
+from agentrl.lab.transfer import Making, make_run
 from agentrl.store.client import Store
 from agentrl.store.mechanics.connection import Connection
 

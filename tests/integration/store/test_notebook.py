@@ -1,4 +1,4 @@
-"""``agentrl.store.notebook.Store``: a run read synchronously, also inside a running event loop."""
+"""``agentrl.screens.notebook.Store``: a run read synchronously, also inside a running event loop."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import small_run as run
 from agentrl.config.schema import RunConfig
 from agentrl.documents.model_call import ToolExecution
 from agentrl.errors import StoreError
+from agentrl.screens.notebook import Store
 from agentrl.store.client import Store as AsyncStore
-from agentrl.store.notebook import Store
 
 pytestmark = pytest.mark.integration
 

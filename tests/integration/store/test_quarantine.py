@@ -14,17 +14,17 @@ import small_run as run
 from ready_data import statuses
 from rich.console import Console
 
-from agentrl.cli import db
-from agentrl.cli.db import check_options
 from agentrl.data.freshness import Freshness
 from agentrl.data.planner import packing_problem
 from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.status import DataStatus
-from agentrl.snapshot.run_tables import render_tables
-from agentrl.snapshot.snapshot import SnapshotReader
-from agentrl.snapshot.trajectory_page import render_rows
-from agentrl.store.admin.check.checks import Checks
+from agentrl.lab.check.checks import Checks
+from agentrl.lab.cli import db
+from agentrl.lab.cli.db import check_options
+from agentrl.screens.snapshot import SnapshotReader
+from agentrl.screens.tables import render_tables
+from agentrl.screens.trajectory_page import render_rows
 from agentrl.store.client import Store
 from agentrl.store.mechanics import blobs
 

@@ -20,16 +20,16 @@ from agentrl.config.schema import RunConfig, TaskConfig
 from agentrl.documents.base import now
 from agentrl.documents.run import PolicyVersion
 from agentrl.errors import ConfigError, LeaseLostError, RunMissingError, StoreError
-from agentrl.store.admin.runs import Rename
+from agentrl.lab.runs import Rename
+from agentrl.screens.views.runs import Runs
 from agentrl.store.client import Store, open_connection, open_existing, run_exists
-from agentrl.store.views.runs import Runs
 
 pytestmark = pytest.mark.integration
 
 _KILLED = """
 import asyncio, os, signal, sys
-from agentrl.cli.runs import main
-from agentrl.store.admin import runs
+from agentrl.screens.cli.runs import main
+from agentrl.lab import runs
 
 place, words = sys.argv[1], sys.argv[2:]
 owner, name = {"copy": (runs.Transfer, "copy"), "paths": (runs.Rename, "_rewrite_paths"),

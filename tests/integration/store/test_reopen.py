@@ -14,8 +14,8 @@ from agentrl.documents.record import Failure
 from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Task, task_key
 from agentrl.documents.training import TrainStep
-from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store.admin.regroup import Blocker, Reopening
+from agentrl.lab.regroup import Blocker, Reopening
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

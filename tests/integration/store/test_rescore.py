@@ -17,10 +17,10 @@ from agentrl.documents.record import Record
 from agentrl.documents.status import DataStatus, RecordStatus, TaskStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, StoreError
-from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.lab.regroup import Blocker, NewScore, Rescored, Rescoring
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.scoring.groups import ScoredGroup
 from agentrl.scoring.scorers import ScorerContext
-from agentrl.store.admin.regroup import Blocker, NewScore, Rescored, Rescoring
 from agentrl.store.client import Store
 from agentrl.store.mechanics import blobs
 

@@ -12,22 +12,22 @@ import pytest
 import small_run as run
 from db_command import agentrl_db, violations
 
-from agentrl import atomic_folder
-from agentrl.cli import retract as retract_command
+from agentrl.base import atomic_folder
 from agentrl.config.schema import GroupConfig, RunConfig
-from agentrl.documents.family import PARENT, Kinship, Relative
+from agentrl.documents.run import PARENT, Kinship, Relative
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, LeaseHeldError, LeaseLostError, StoreError
-from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store.admin import retract
-from agentrl.store.admin.dataset import FILE
-from agentrl.store.admin.regroup import decide_anew
-from agentrl.store.admin.retract import Retractions
+from agentrl.lab import retract as of_trainer
+from agentrl.lab import withdraw
+from agentrl.lab.cli import retract as retract_command
+from agentrl.lab.dataset import FILE
+from agentrl.lab.regroup import decide_anew
+from agentrl.lab.retract import delete_withdrawn, remove_lines
+from agentrl.lab.withdraw import Retractions
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store, open_store
-from agentrl.train import retract as of_trainer
 from agentrl.train.lease import hold_lease
-from agentrl.train.retract import delete_withdrawn, remove_lines
 from agentrl.weights import storage
 
 pytestmark = pytest.mark.integration
@@ -142,7 +142,7 @@ async def test_rebuild_goes_back_and_decides_trained_groups_again(
             changed.add(key)
         return outcome
 
-    monkeypatch.setattr(retract, "decide_anew", decide_late)
+    monkeypatch.setattr(withdraw, "decide_anew", decide_late)
     assert await agentrl_retract(run_config, "--output_dir", str(tmp_path)) == 0
     assert changed == {run.TRAINED}
     assert "the run is back at step 0" in capsys.readouterr().out

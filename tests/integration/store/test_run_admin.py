@@ -17,14 +17,14 @@ from db_command import agentrl_db
 from pymongo import MongoClient
 from test_store_claims import make_tasks
 
-from agentrl.cli import runs
 from agentrl.config.schema import RunConfig
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.errors import ConfigError, RunMissingError, StoreError
-from agentrl.store.admin import runs as admin_runs
+from agentrl.lab import runs as admin_runs
+from agentrl.screens.cli import runs
+from agentrl.screens.views.runs import Runs
 from agentrl.store.client import Store, open_existing, open_store, run_exists
-from agentrl.store.mechanics.collection import SETTLE_SECONDS
-from agentrl.store.views.runs import Runs
+from agentrl.store.mechanics.connection import SETTLE_SECONDS
 
 pytestmark = pytest.mark.integration
 

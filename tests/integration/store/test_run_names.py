@@ -10,7 +10,7 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.store.admin.server import ServerInfos
+from agentrl.lab.server import ServerInfos
 from agentrl.store.client import Store, open_connection, open_store
 
 pytestmark = pytest.mark.integration
@@ -49,7 +49,7 @@ def test_names_of_the_servers_own_databases_create_nothing(
 async def test_the_doctor_creates_nothing(
     store: Store, run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from agentrl.cli.doctor.services import database_checks, service_checks
+    from agentrl.local.doctor import database_checks, service_checks
 
     monkeypatch.chdir(tmp_path)
     before = await databases(store)

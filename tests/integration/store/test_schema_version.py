@@ -14,9 +14,9 @@ from db_command import agentrl_db
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import SchemaVersionError, StoreError
-from agentrl.store.admin.transfer import Transfer
+from agentrl.lab.transfer import Transfer
 from agentrl.store.client import Store, open_connection, open_existing, open_store, run_exists
-from agentrl.store.names import SCHEMA_VERSION
+from agentrl.store.mechanics.connection import SCHEMA_VERSION
 
 pytestmark = pytest.mark.integration
 

@@ -10,12 +10,12 @@ from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus, SlotStatus, StopReason, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task
 from agentrl.errors import LeaseLostError
+from agentrl.lab.check.checks import Checks
+from agentrl.lab.check.reading import CheckOptions
 from agentrl.store import records
-from agentrl.store.admin.check.checks import Checks
-from agentrl.store.admin.check.reading import CheckOptions
 from agentrl.store.claims import Needs
 from agentrl.store.client import Store
-from agentrl.store.mechanics.slots import lost_claims
+from agentrl.store.mechanics.lease import lost_claims
 
 pytestmark = pytest.mark.integration
 

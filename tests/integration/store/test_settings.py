@@ -13,11 +13,11 @@ from agentrl.config.agreement import sampler_settings, trainer_settings
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import LossConfig, RunConfig
 from agentrl.errors import ConfigError
-from agentrl.evaluation.identity import evaluation_rules
+from agentrl.evaluation.evaluate import evaluation_rules
 from agentrl.losses.settings import LossSettings
 from agentrl.observe.begin_run import begin_run
-from agentrl.snapshot.run_tables import render_tables
-from agentrl.snapshot.snapshot import SnapshotReader
+from agentrl.screens.snapshot import SnapshotReader
+from agentrl.screens.tables import render_tables
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

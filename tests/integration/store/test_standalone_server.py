@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from pymongo import MongoClient
 
-from agentrl.cli.doctor.services import database_checks
+from agentrl.base.processes import stop_child
 from agentrl.config.schema import RunConfig
-from agentrl.inference.engines.process import free_port
-from agentrl.processes import stop_child
-from agentrl.store.embedded.server import choose_mongod
+from agentrl.inference.engines.commands import free_port
+from agentrl.local.doctor import database_checks
+from agentrl.local.mongod import choose_mongod
 
 pytestmark = pytest.mark.integration
 

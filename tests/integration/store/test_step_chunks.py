@@ -15,8 +15,6 @@ import small_run as run
 from ready_data import ready_data, statuses
 from training_data import group
 
-from agentrl.cli import db
-from agentrl.cli.db import check_options
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.documents.base import now
 from agentrl.documents.record import Record
@@ -24,9 +22,11 @@ from agentrl.documents.status import DataStatus, RecordStatus, StepStatus
 from agentrl.documents.task import task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError
-from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.lab.check.checks import Checks
+from agentrl.lab.cli import db
+from agentrl.lab.cli.db import check_options
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store import steps
-from agentrl.store.admin.check.checks import Checks
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.connection import Connection
 from agentrl.store.training_data import StaleVersions

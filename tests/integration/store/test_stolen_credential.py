@@ -17,16 +17,16 @@ from pymongo.asynchronous.database import AsyncDatabase
 from ready_data import ready_data
 
 import agentrl
+from agentrl.base.permissions import allow
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.finalize_group import GroupRules, verifier
-from agentrl.documents.gateway import GatewaySession
+from agentrl.documents.record import GatewaySession
 from agentrl.documents.run import Evaluation
 from agentrl.documents.status import EvaluationStatus
 from agentrl.documents.task import task_key
 from agentrl.environments.session import open_environment
 from agentrl.errors import ConfigError, StoreError, TaskEnvironmentError
 from agentrl.gateway.feedback import require_rule
-from agentrl.permissions import allow
 from agentrl.scoring.scorers import SCORERS
 from agentrl.store.client import Store, open_existing
 

@@ -15,17 +15,16 @@ import pytest
 import small_run as run
 from db_command import agentrl_db
 
-from agentrl.cli import db
-from agentrl.cli.db import check_options
 from agentrl.cli.main import main
 from agentrl.config.schema import RunConfig
 from agentrl.data.finalize_group import verifier
-from agentrl.documents.checkpoint import read_checkpoints
 from agentrl.documents.model_call import pack_floats, pack_ids
-from agentrl.documents.training import DBRecordData
+from agentrl.documents.training import DBRecordData, read_checkpoints
 from agentrl.errors import ConfigError
-from agentrl.store.admin.check.checks import Checks
-from agentrl.store.admin.check.reading import CheckOptions, Invariant, Report
+from agentrl.lab.check.checks import Checks
+from agentrl.lab.check.reading import CheckOptions, Invariant, Report
+from agentrl.lab.cli import db
+from agentrl.lab.cli.db import check_options
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

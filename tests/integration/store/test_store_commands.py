@@ -21,12 +21,11 @@ from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.documents.record import Failure
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import RecordStatus, ServiceStatus, TaskStatus
-from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.rollout.housekeeping import EpochPlan
+from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer
 from agentrl.rollout.outages import Outages
-from agentrl.rollout.sample import Admission
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.scoring import Scoring
+from agentrl.rollout.setup import Admission
 from agentrl.store.claims import GroupLimit
 from agentrl.store.client import Store, open_store
 from agentrl.store.training_data import StaleVersions

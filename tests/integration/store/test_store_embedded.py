@@ -15,10 +15,10 @@ import pytest
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure
 
-from agentrl.cli.mongo import main
 from agentrl.errors import ConfigError, StoreError
-from agentrl.store.embedded import server as embedded
-from agentrl.store.embedded.server import EmbeddedMongo, choose_mongod
+from agentrl.local import mongod as embedded
+from agentrl.local.cli.mongo import main
+from agentrl.local.mongod import EmbeddedMongo, choose_mongod
 
 pytestmark = pytest.mark.integration
 

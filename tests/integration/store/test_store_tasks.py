@@ -15,8 +15,8 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus, TaskStatus
 from agentrl.documents.task import Slot, Task, task_key
 from agentrl.errors import StoreError, TaskFileError
+from agentrl.local.mongod import EmbeddedMongo
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded.server import EmbeddedMongo
 
 pytestmark = pytest.mark.integration
 

@@ -11,19 +11,19 @@ from dataclasses import replace
 import pytest
 import small_run as run
 
-from agentrl.cli import db
-from agentrl.cli.db import check_options
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.finalize_group import GroupRules
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Claim, task_key
-from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store.admin.check.checks import Checks
-from agentrl.store.admin.regroup import NewScore, Reopening, Rescoring
+from agentrl.lab.check.checks import Checks
+from agentrl.lab.cli import db
+from agentrl.lab.cli.db import check_options
+from agentrl.lab.regroup import NewScore, Reopening, Rescoring
+from agentrl.rollout.housekeeping import GroupFinalizer
+from agentrl.screens.views.counts import GroupCount
 from agentrl.store.claims import GroupAdmission, Needs
 from agentrl.store.client import Store, open_store
-from agentrl.store.selection import PASS_RATE, Selection
-from agentrl.store.views.details import GroupCount
+from agentrl.store.epochs import PASS_RATE, Selection
 
 pytestmark = pytest.mark.integration
 

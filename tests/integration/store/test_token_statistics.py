@@ -13,8 +13,8 @@ from db_command import violations
 from agentrl.config.schema import RunConfig
 from agentrl.documents.model_call import pack_halves
 from agentrl.documents.training import DBRecordData, TokenSpan, TokenStatistics, statistics_key
-from agentrl.store.admin.retention import Retention
-from agentrl.store.admin.transfer import Transfer
+from agentrl.lab.retention import Retention
+from agentrl.lab.transfer import Transfer
 from agentrl.store.client import Store, open_connection
 
 pytestmark = pytest.mark.integration

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 
+from agentrl.base.processes import identify
 from agentrl.documents.run import PolicyVersion, ProcessIdentity
 from agentrl.documents.status import TrainerEnd
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError
-from agentrl.processes import identify
 from agentrl.store.client import Store
 from agentrl.train.lease import hold_lease
 

@@ -11,9 +11,9 @@ import small_run as run
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus
 from agentrl.errors import ConfigError, StoreError
+from agentrl.screens.views import trajectories
+from agentrl.screens.views.trajectories import Bounds, TrajectoryFilter, TrajectoryOrder
 from agentrl.store.client import Store
-from agentrl.store.views import trajectories
-from agentrl.store.views.trajectories import Bounds, TrajectoryFilter, TrajectoryOrder
 
 pytestmark = pytest.mark.integration
 

@@ -8,8 +8,7 @@ import pytest
 
 from agentrl.documents.run import ImportList
 from agentrl.store.client import Store
-from agentrl.store.mechanics.collection import abort, use_session
-from agentrl.store.names import IMPORTS
+from agentrl.store.mechanics.connection import IMPORTS, abort, use_session
 
 pytestmark = pytest.mark.integration
 

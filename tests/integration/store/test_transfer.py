@@ -20,11 +20,11 @@ from agentrl.documents.model_call import pack_ids
 from agentrl.documents.run import flags_key
 from agentrl.documents.task import Task, task_key
 from agentrl.errors import StoreError
-from agentrl.store.admin.transfer import MANIFEST, Transfer, encode_line, read_lines, read_manifest
+from agentrl.lab.transfer import MANIFEST, Transfer, encode_line, read_lines, read_manifest
+from agentrl.screens.views import VIEWS
 from agentrl.store.client import Store, open_connection, open_existing, open_store
-from agentrl.store.names import SCHEMA_VERSION
+from agentrl.store.mechanics.connection import SCHEMA_VERSION
 from agentrl.store.schema import INDEXES
-from agentrl.store.views import VIEWS
 
 pytestmark = pytest.mark.integration
 

@@ -26,11 +26,11 @@ from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import task_key
 from agentrl.documents.training import TokenStatistics, TrainStep
 from agentrl.errors import StoreError
-from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.snapshot.snapshot import SnapshotReader
-from agentrl.store.admin.transfer import Transfer
+from agentrl.lab.transfer import Transfer
+from agentrl.local.mongod import choose_mongod, stop_daemon
+from agentrl.rollout.housekeeping import GroupFinalizer
+from agentrl.screens.snapshot import SnapshotReader
 from agentrl.store.client import Store, open_existing, open_store
-from agentrl.store.embedded.server import choose_mongod, stop_daemon
 from agentrl.store.mechanics import blobs
 from agentrl.store.training_data import StaleVersions
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from agentrl.processes import free_port, start_ticks
+from agentrl.base.processes import free_port, start_ticks
 
 BENCH = Path(__file__).parents[3] / "scripts" / "bench"
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from rollout_fakes import END, END_OF_TEXT, byte_tokenizer, format_of
 
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.chat.conversation import Conversation
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ModelError, TrajectoryError
+from agentrl.rollout.prompts import Conversation
 from agentrl.tools.base import function_schema
 
 PLAIN = """\
@@ -207,7 +207,7 @@ def test_a_sampler_needs_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n"
         "import agentrl.rollout.worker, agentrl.rollout.sampler, agentrl.rollout.agents\n"
-        "import agentrl.rollout.setup, agentrl.rollout.sample, agentrl.evaluation.evaluate"
+        "import agentrl.rollout.setup, agentrl.rollout.setup, agentrl.evaluation.evaluate"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False

@@ -11,8 +11,7 @@ from jsonschema import Draft202012Validator
 
 from agentrl.chat.parsers import base
 from agentrl.chat.parsers.arguments import convert_arguments, validate_call
-from agentrl.chat.parsers.base import PARSERS, ToolCall, get_parser, parser_of_template
-from agentrl.chat.parsers.reasoning import parse_text
+from agentrl.chat.parsers.base import PARSERS, ToolCall, get_parser, parse_text, parser_of_template
 from agentrl.tools.base import function_schema
 
 NUMBER = {"type": "integer"}

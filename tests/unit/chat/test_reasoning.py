@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.chat.parsers.base import get_parser
-from agentrl.chat.parsers.reasoning import (
+from agentrl.chat.parsers.base import (
     THINK,
     ReasoningTags,
+    get_parser,
     opens_thought,
     parse_text,
     split_reasoning,

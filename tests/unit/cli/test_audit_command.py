@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.cli import audit
 from agentrl.errors import ConfigError
+from agentrl.screens.cli import audit
 
 
 @pytest.mark.parametrize(

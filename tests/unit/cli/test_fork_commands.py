@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from agentrl.cli.fork import command_of
 from agentrl.documents.run import RunSettings
+from agentrl.lab.cli.fork import command_of
 
 
 def flags_of(*given: str) -> RunSettings:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli import launch
 from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.launch import before_start, placement, processes
-from agentrl.launch.before_start import MemoryCheck, StepTooLargeError
-from agentrl.launch.placement import Gpus
-from agentrl.launch.processes import RunPlan
+from agentrl.local import before_start, placement, processes
+from agentrl.local.before_start import MemoryCheck, StepTooLargeError
+from agentrl.local.cli import launch
+from agentrl.local.placement import Gpus
+from agentrl.local.processes import RunPlan
 
 
 class Launcher:

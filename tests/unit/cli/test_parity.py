@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from agentrl.cli import parity
-from agentrl.cli.parity import BFLOAT16_LIMIT, MEAN_LIMIT, Difference, encode_prompts, render
 from agentrl.errors import ConfigError
+from agentrl.local.cli import parity
+from agentrl.local.cli.parity import BFLOAT16_LIMIT, MEAN_LIMIT, Difference, encode_prompts, render
 
 
 def test_the_difference_is_absolute_over_all_tokens() -> None:

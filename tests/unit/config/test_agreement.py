@@ -24,7 +24,7 @@ from agentrl.config.schema import (
 )
 from agentrl.errors import ConfigError
 from agentrl.losses.settings import LossSettings
-from agentrl.rollout.sample import Admission
+from agentrl.rollout.setup import Admission
 
 STEPS = 12
 GROUPS = 3

@@ -7,8 +7,7 @@ from typing import Literal
 
 import pytest
 
-from agentrl.config.arguments import choices_of, kind_name
-from agentrl.config.flags import Flags, Switch, flag
+from agentrl.config.flags import Flags, Switch, choices_of, flag, kind_name
 from agentrl.config.load import CommandParser, group_of
 from agentrl.errors import ConfigError
 

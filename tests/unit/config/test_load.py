@@ -9,8 +9,6 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from agentrl.cli.db import parser
-from agentrl.config.blame import BlameConfig
 from agentrl.config.commands import EXAMPLES
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
@@ -25,8 +23,9 @@ from agentrl.config.schema import (
     flag,
 )
 from agentrl.config.training import PlanConfig
-from agentrl.config.whatif import WhatIfConfig
 from agentrl.errors import ConfigError
+from agentrl.lab.cli.db import parser
+from agentrl.lab.flags import BlameConfig, WhatIfConfig
 from agentrl.train.sft import SFTConfig
 
 HAND_PARSED = (

@@ -9,7 +9,7 @@ from parsed_flags import parsed
 
 from agentrl.config.agreement import public_flags
 from agentrl.config.schema import RunConfig, TrainConfig
-from agentrl.config.whatif import WhatIfConfig, check_flags, child_configs, parent_configs
+from agentrl.lab.flags import WhatIfConfig, check_flags, child_configs, parent_configs
 
 
 @pytest.mark.parametrize("measured", ["true", "false"])

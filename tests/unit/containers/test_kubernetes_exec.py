@@ -11,7 +11,7 @@ import pytest
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.typing import Subprotocol
 
-from agentrl.containers.kubernetes import Command, open_exec
+from agentrl.worlds.containers.kubernetes import Command, open_exec
 
 
 def test_a_command_says_its_id_first_and_its_output_is_limited() -> None:

@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 
 import pytest
 
-from agentrl.dashboard.charts import MAX_POINTS, Chart, Series, curves, overlaid, smooth, thin
 from agentrl.documents.status import StepStatus
-from agentrl.store.views.rows import StepRow
+from agentrl.screens.dashboard.charts import MAX_POINTS, Chart, Series, curves, overlaid, smooth, thin
+from agentrl.screens.views.pipelines import StepRow
 
 
 def _step(number: int, **metrics: float) -> StepRow:

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from snapshots import short_call as call
 
-from agentrl.dashboard.pages.compare import pair_turns
-from agentrl.dashboard.pages.rewards import VALUES, dependence, disagreements, edges, repeated_answers
-from agentrl.dashboard.pages.tokens import PAGE, Colour, decoder, legend_of, token_views
-from agentrl.dashboard.query import BadQueryError, read_form
 from agentrl.documents.base import now
-from agentrl.store.views.read import CallTokens, StepValues
-from agentrl.store.views.scores import ScoredTrajectory
+from agentrl.screens.dashboard.pages.compare import pair_turns
+from agentrl.screens.dashboard.pages.rewards import VALUES, dependence, disagreements, edges, repeated_answers
+from agentrl.screens.dashboard.pages.tokens import PAGE, Colour, decoder, legend_of, token_views
+from agentrl.screens.dashboard.query import BadQueryError, read_form
+from agentrl.screens.views.read import CallTokens, StepValues
+from agentrl.screens.views.scores import ScoredTrajectory
 
 
 def tokens_of(advantages: list[float], logprobs: list[float]) -> CallTokens:

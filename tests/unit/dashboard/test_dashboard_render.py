@@ -6,8 +6,8 @@ import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from agentrl.dashboard.render import ago, excerpt, visible
 from agentrl.observe.terminal import MISSING
+from agentrl.screens.dashboard.render import ago, excerpt, visible
 
 ROOT = Path(__file__).parents[3]
 

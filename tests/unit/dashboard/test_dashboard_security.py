@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from httpx2 import ASGITransport, AsyncClient
 
-from agentrl.bounded_http import _Server
+from agentrl.base.bounded_http import _Server
 from agentrl.config.schema import RunConfig
-from agentrl.dashboard.render import asset
-from agentrl.dashboard.security import DashboardOptions
-from agentrl.dashboard.serve import _listen, _token, create_app, serve
 from agentrl.errors import ConfigError
+from agentrl.screens.dashboard.render import asset
+from agentrl.screens.dashboard.serve import DashboardOptions, _listen, _token, create_app, serve
 
 TOKEN = "a-token-of-some-length"
 

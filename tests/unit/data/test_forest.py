@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tiny_models import path_to
 
 from agentrl.data.forest import TokenForest, concatenate, forest_from_data, forest_from_sequences, restrict
-from agentrl.documents.model_call import pack_floats, pack_ids
-from agentrl.documents.sampling_mask import SamplingMask
+from agentrl.documents.model_call import SamplingMask, pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.errors import ForestError
 

@@ -11,8 +11,7 @@ from tiny_models import chains, tree
 
 from agentrl.data.forest import TokenForest, forest_from_data
 from agentrl.data.planner import build_micro_batches
-from agentrl.documents.model_call import pack_ids, unpack_ids
-from agentrl.documents.routing import ExpertShape, pack_routing
+from agentrl.documents.model_call import ExpertShape, pack_ids, pack_routing, unpack_ids
 from agentrl.documents.training import DBRecordData
 from agentrl.train.step import routing_metrics
 

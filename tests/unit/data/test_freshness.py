@@ -13,8 +13,7 @@ from training_data import group
 
 from agentrl.data.forest import forest_from_data
 from agentrl.data.freshness import Freshness, choose_groups
-from agentrl.documents.model_call import pack_floats, unpack_ids
-from agentrl.documents.sampling_mask import SamplingMask
+from agentrl.documents.model_call import SamplingMask, pack_floats, unpack_ids
 from agentrl.documents.training import DBRecordData, TrainableSpan
 from agentrl.errors import ConfigError
 from agentrl.losses.settings import LossSettings

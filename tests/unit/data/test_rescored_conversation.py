@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from model_calls import TASK, model_call, record
 
-from agentrl.data.rescore import scorer_context
 from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.lab.rescore import scorer_context
 
 
 def made(index: int, parent: int | None, text: str) -> DispatchedSamplingTask:

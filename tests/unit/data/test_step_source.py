@@ -11,7 +11,7 @@ from fake_store import FakeStore
 from model_calls import TASK
 from training_data import group
 
-from agentrl.data.step_source import Window, step_window, trajectory_means, window_metrics
+from agentrl.data.stream import Window, step_window, trajectory_means, window_metrics
 
 
 @pytest.fixture

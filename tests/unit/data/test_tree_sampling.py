@@ -12,9 +12,14 @@ from model_calls import TASK, model_call, record
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import GroupRules, explain_difference
 from agentrl.data.trajectory_tree import call_temperature, mask_reason, masked_calls, to_training_data
-from agentrl.documents.model_call import DispatchedSamplingTask, pack_floats, unpack_floats, unpack_ids
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    SamplingMask,
+    pack_floats,
+    unpack_floats,
+    unpack_ids,
+)
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import StoreError

@@ -11,7 +11,7 @@ from demo.tiny import build_tiny_model
 from transformers import AutoTokenizer
 
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.template_renderer import TemplateRenderer
+from agentrl.chat.renderer import TemplateRenderer
 from agentrl.config.schema import ModelConfig
 from agentrl.tools.base import function_schema
 

@@ -16,7 +16,7 @@ from agentrl.config.agreement import require_trainable
 from agentrl.config.load import parse
 from agentrl.config.schema import GROUPS, RunConfig, TaskConfig
 from agentrl.documents.status import SlotStatus, TaskStatus
-from agentrl.store.names import TASK
+from agentrl.store.mechanics.connection import TASK
 
 CHART = Path(__file__).parents[3] / "deploy/helm/agentrl"
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))

@@ -18,13 +18,12 @@ from agentrl.config.schema import AdapterConfig, OptimConfig
 from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.distributed.apply import parallelize
 from agentrl.distributed.fsdp import choose_reduction
-from agentrl.distributed.mesh import Layout, build_mesh
+from agentrl.distributed.mesh import Layout, build_mesh, join_alone, leave_processes
 from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.distributed.world import join_alone, leave_processes
-from agentrl.documents.column import TokenColumns, TopLogprobs
+from agentrl.documents.record import TokenColumns, TopLogprobs
 from agentrl.losses.settings import LossSettings
+from agentrl.model.flops import Precision
 from agentrl.model.lora import add_adapter
-from agentrl.model.precision import Precision
 from agentrl.train.optimizer import build_optimizer
 from agentrl.train.step import forward_backward
 

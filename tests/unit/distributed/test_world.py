@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agentrl.distributed import world
-from agentrl.distributed.world import join_alone, launched_world, leave_processes
+from agentrl.distributed import mesh
+from agentrl.distributed.mesh import join_alone, launched_world, leave_processes
 from agentrl.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         device = torch.device("cpu", 0) if given["cpu"] else given["device_id"]
         return SimpleNamespace(device=device, num_processes=1, process_index=0)
 
-    monkeypatch.setattr(world, "PartialState", state)
+    monkeypatch.setattr(mesh, "PartialState", state)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -85,7 +85,7 @@ def test_gpus_without_peer_to_peer_transfers_name_the_variables(
     def refuse(**_: Any) -> None:
         raise NotImplementedError("RTX 4000 series")
 
-    monkeypatch.setattr(world, "PartialState", refuse)
+    monkeypatch.setattr(mesh, "PartialState", refuse)
     with pytest.raises(ConfigError, match="RTX 4000") as caught, launched_world():
         pass
     assert "NCCL_P2P_DISABLE=1" in str(caught.value.hint)

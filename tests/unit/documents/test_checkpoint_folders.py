@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.documents.checkpoint import (
+from agentrl.documents.training import (
     STATE,
     CheckpointState,
     checkpoint_folders,

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from agentrl.documents.column import Column, TokenColumns, TopLogprobs
 from agentrl.documents.model_call import pack_floats
+from agentrl.documents.record import Column, TokenColumns, TopLogprobs
 from agentrl.errors import StoreError
 
 TOP = TopLogprobs.of([{7: -0.5, 3: -1.0}, {}, {300: -2.0}])

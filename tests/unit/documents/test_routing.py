@@ -11,8 +11,8 @@ from made_documents import made_call
 from numpy.typing import NDArray
 
 from agentrl.data.trajectory_tree import build_tree
-from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.routing import (
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
     ExpertShape,
     free_routing,
     pack_routing,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agentrl.documents.sampling_mask import SamplingMask
+from agentrl.documents.model_call import SamplingMask
 from agentrl.errors import StoreError
 
 ROWS: list[list[int]] = [[300, 7, 151_935], [], [0], [5, 4], list(range(100, 400))]

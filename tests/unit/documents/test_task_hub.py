@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agentrl.environments.tasks import open_hub, read_task_source
 from agentrl.errors import TaskFileError
+from agentrl.rollout.load_tasks import open_hub, read_task_source
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 README = """---
@@ -96,7 +96,7 @@ def hub() -> Iterator[str]:
 
 READS = """
 import sys
-from agentrl.environments.tasks import read_task_source
+from agentrl.rollout.load_tasks import read_task_source
 from agentrl.errors import AgentRLError
 for source in sys.argv[1:]:
     split = "eval" if source.startswith("eval=") else "train"

@@ -10,8 +10,7 @@ from json_rows import write_rows
 
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import read_tasks
-from agentrl.documents.task_json import make_task
-from agentrl.documents.task_messages import BadTaskError, read_examples
+from agentrl.documents.task_json import BadTaskError, make_task, read_examples
 from agentrl.errors import TaskFileError
 
 SYSTEM = {"role": "system", "content": "S"}

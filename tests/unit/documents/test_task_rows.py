@@ -10,8 +10,7 @@ from json_rows import write_rows
 
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import read_tasks
-from agentrl.documents.task_json import make_task
-from agentrl.documents.task_messages import BadTaskError
+from agentrl.documents.task_json import BadTaskError, make_task
 from agentrl.documents.task_rows import TaskRows
 from agentrl.errors import ConfigError, TaskFileError
 

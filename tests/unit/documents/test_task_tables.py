@@ -21,9 +21,9 @@ from json_rows import write_rows
 from PIL import Image
 
 from agentrl.documents.task_file import ReadResult
-from agentrl.environments.tasks import read_task_source
 from agentrl.errors import TaskFileError
-from agentrl.evaluation.identity import digest_tasks
+from agentrl.evaluation.evaluate import digest_tasks
+from agentrl.rollout.load_tasks import read_task_source
 
 SUFFIX = ' Let\'s think step by step and output the final answer after "####".'
 
@@ -265,7 +265,7 @@ def test_narrow_floats_are_read_as_json_has_them(tmp_path: Path) -> None:
 def test_a_file_that_unpacks_to_far_more_than_it_is_is_refused(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.documents.task_source._UNPACKED_BYTES", 2**20)
+    monkeypatch.setattr("agentrl.documents.task_file._UNPACKED_BYTES", 2**20)
     if name.endswith(".parquet"):
         table = pyarrow.table({"query": pyarrow.array(["x" * 2**16] * 1000)})
         pyarrow.parquet.write_table(table, tmp_path / name)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from agentrl.documents.task_file import ReadResult, read_tasks
-from agentrl.documents.task_source import TaskSource
+from agentrl.documents.task_file import ReadResult, TaskSource, read_tasks
 from agentrl.errors import TaskFileError
 
 pytestmark = pytest.mark.attack

@@ -11,8 +11,8 @@ from test_environment_rollout import play
 from trajectories import score_trajectory
 
 from agentrl.config.schema import SamplingConfig
-from agentrl.environments.tasks import read_task_source
 from agentrl.errors import TaskFileError
+from agentrl.rollout.load_tasks import read_task_source
 
 PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
 

@@ -9,7 +9,7 @@ import pytest
 from test_environment_rollout import play
 
 from agentrl.documents.status import StopReason
-from agentrl.environments.tasks import read_task_source
+from agentrl.rollout.load_tasks import read_task_source
 
 PAGE = Path(__file__).parents[3] / "docs" / "your_own" / "environment.md"
 

@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 from json_rows import write_rows
 
+from agentrl.base.permissions import allow
 from agentrl.documents.task import Task
-from agentrl.documents.task_file import read_tasks
+from agentrl.documents.task_file import TaskSource, read_tasks
 from agentrl.documents.task_json import make_task
-from agentrl.documents.task_source import TaskSource
-from agentrl.environments import tasks as sources
 from agentrl.environments.session import environment_names, full_environments, names_of, open_environment
-from agentrl.environments.tasks import read_task_source
 from agentrl.errors import ConfigError, ScorerError, TaskEnvironmentError, TaskFileError
-from agentrl.permissions import allow
-from agentrl.scoring.code import code
+from agentrl.rollout import load_tasks as sources
+from agentrl.rollout.load_tasks import read_task_source
 from agentrl.scoring.scorers import ScorerContext
+from agentrl.worlds.code import code
 
 pytestmark = pytest.mark.attack
 

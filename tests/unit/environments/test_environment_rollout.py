@@ -17,8 +17,8 @@ from agentrl.environments.session import open_environment
 from agentrl.errors import ConfigError, TrajectoryError
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS, run_agent
-from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.rollout import Rollout
+from agentrl.rollout.trajectory_calls import PendingCall
 from agentrl.scoring.scorers import ScorerContext, run_scorer
 from agentrl.tools.base import Trajectory
 from agentrl.tools.pool import ToolPool

@@ -12,8 +12,8 @@ import pytest
 
 from agentrl.documents.task import Task
 from agentrl.environments.base import ENVIRONMENTS, Environment, TaskRequest, environment
-from agentrl.environments.tasks import Address, is_address, read_task_source
 from agentrl.errors import TaskFileError
+from agentrl.rollout.load_tasks import Address, is_address, read_task_source
 
 
 def tasks(address: str, split: str = "train") -> list[Task]:

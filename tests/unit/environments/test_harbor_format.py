@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from harbor_folder import write_task
 
-from agentrl.documents.task_messages import BadTaskError
-from agentrl.environments.harbor.folder import (
+from agentrl.documents.task_json import BadTaskError
+from agentrl.worlds.harbor.environment import _rewards
+from agentrl.worlds.harbor.folder import (
     filled,
     pack_copies,
     read_dockerfile,
     read_task_folder,
     read_task_toml,
 )
-from agentrl.environments.harbor.source import is_harbor
-from agentrl.environments.harbor.verifier import _rewards
+from agentrl.worlds.harbor.source import is_harbor
 
 
 def test_both_spellings_of_the_version_and_old_sizes_are_read() -> None:

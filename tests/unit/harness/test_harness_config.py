@@ -8,10 +8,9 @@ import pytest
 
 from agentrl.documents.record import Ending
 from agentrl.errors import ConfigError
-from agentrl.harness.config import HarnessConfig, HarnessFile
-from agentrl.harness.prepare import find_program, folders_of, prepare
 from agentrl.rollout.agent_io import agent_cfg_path
 from agentrl.rollout.agents import check_agent
+from agentrl.worlds.harness.prepare import HarnessConfig, HarnessFile, find_program, folders_of, prepare
 
 BAD = {
     "[": (":1 is not YAML: expected the node content", "correct that line"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentrl.errors import HarnessError
-from agentrl.harness.agent import _read_score
+from agentrl.worlds.harness.agent import _read_score
 
 
 @pytest.mark.attack

@@ -11,8 +11,16 @@ import pytest
 from git_here import git
 
 from agentrl.errors import ConfigError
-from agentrl.harness.config import HarnessConfig, HarnessLimits, Workspace
-from agentrl.harness.workspace import add_files, build_base, keep, read_file, restore
+from agentrl.worlds.harness.prepare import (
+    HarnessConfig,
+    HarnessLimits,
+    Workspace,
+    add_files,
+    build_base,
+    keep,
+    read_file,
+    restore,
+)
 
 
 def archive_of(path: Path, files: dict[str, bytes]) -> Path:

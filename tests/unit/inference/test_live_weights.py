@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
+from agentrl.base.processes import identify
 from agentrl.documents.run import LiveShare, LiveWeights, PolicyVersion
 from agentrl.errors import EngineError, PublishError
 from agentrl.inference.engine import EngineRefusedError
-from agentrl.inference.live_weights import PartlyLoadedError, is_reachable
-from agentrl.inference.served_engine import ServedAdapters, ServedWeights
-from agentrl.processes import identify
+from agentrl.inference.served_engine import PartlyLoadedError, ServedAdapters, ServedWeights, is_reachable
+from agentrl.weights.folder import write_manifest
 from agentrl.weights.local_copy import LocalCopy
-from agentrl.weights.model_folder import write_manifest
 
 HERE = identify(os.getpid())
 assert HERE is not None
@@ -104,7 +103,7 @@ async def test_a_stored_version_replaces_one_that_the_trainer_does_not_give(tmp_
 async def test_sglang_gets_whole_weights_again_after_a_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from agentrl.inference.live_weights import LiveLoader
+    from agentrl.inference.served_engine import LiveLoader
 
     async def halves(self: Any, number: int, share: LiveShare, ranks: int) -> Any:
         yield self._client.load_pickled(share.name.encode(), ranks, number, 1)

@@ -16,10 +16,10 @@ from written_adapter import write_served
 
 from agentrl.config.schema import AdapterConfig, ModelConfig
 from agentrl.errors import ModelError
-from agentrl.inference.engines.local.linears import LoadedAdapter
-from agentrl.inference.engines.local.scheduler import GenerationRequest, Scheduler
+from agentrl.local.engine.linears import LoadedAdapter
+from agentrl.local.engine.scheduler import GenerationRequest, Scheduler
 from agentrl.model.load import Policy, load_policy
-from agentrl.weights.model_folder import complete_folder
+from agentrl.weights.folder import complete_folder
 from agentrl.weights.snapshot import write_alone
 
 PROMPT = [n * 7919 % 200 for n in range(40)]

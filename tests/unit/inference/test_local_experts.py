@@ -15,9 +15,9 @@ from transformers import Qwen3MoeForCausalLM
 
 from agentrl.data.forest import ForestRouting, forest_from_sequences
 from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.documents.routing import ExpertShape
-from agentrl.inference.engines.local import model as local_model
-from agentrl.inference.engines.local.scheduler import GenerationRequest, Scheduler
+from agentrl.documents.model_call import ExpertShape
+from agentrl.local.engine import model as local_model
+from agentrl.local.engine.scheduler import GenerationRequest, Scheduler
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.routing import RouterReplay
 

@@ -10,8 +10,8 @@ from local_engine import cpu_model, next_logits
 from tiny_policy import write_tiny_policy
 from transformers import AutoModelForCausalLM
 
-from agentrl.inference.engines.local.linears import round_to_fp8, rounded_to_fp8
-from agentrl.inference.engines.local.model import LocalModel
+from agentrl.local.engine.linears import round_to_fp8, rounded_to_fp8
+from agentrl.local.engine.model import LocalModel
 
 IDS = np.arange(20, dtype=np.int32)
 

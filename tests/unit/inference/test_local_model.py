@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 from tiny_policy import write_tiny_policy
 
 from agentrl.errors import ModelError
-from agentrl.inference.engines.local import model
-from agentrl.inference.engines.local.__main__ import run_local_server
+from agentrl.local.engine import model
+from agentrl.local.engine.__main__ import run_local_server
 
 # The check runs again with the weights as they are after loading.
 LOAD = """
 import sys, torch
-from agentrl.inference.engines.local.model import LocalModel
+from agentrl.local.engine.model import LocalModel
 model = LocalModel(sys.argv[1], dtype=getattr(torch, sys.argv[2]), device=torch.device("cpu"))
 model._check_against_plain_attention()
 print(model.dtype, type(model._model.model.layers[0].mlp.up_proj).__name__)

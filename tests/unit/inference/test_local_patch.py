@@ -15,9 +15,9 @@ from tiny_models import VOCABULARY, tiny_model
 from torch import Tensor
 
 from agentrl.errors import ModelError, PublishError
-from agentrl.inference.engines.local import model as local_model
-from agentrl.inference.engines.local.linears import PackedLinear
-from agentrl.inference.engines.local.model import LocalModel
+from agentrl.local.engine import model as local_model
+from agentrl.local.engine.linears import PackedLinear
+from agentrl.local.engine.model import LocalModel
 from agentrl.weights.delta import encode
 from agentrl.weights.snapshot import WHOLE
 

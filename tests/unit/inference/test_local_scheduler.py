@@ -9,11 +9,11 @@ import torch
 from local_engine import request_of, work_off
 from torch import Tensor
 
-from agentrl.device_lease import return_freed_memory
+from agentrl.base.device_lease import return_freed_memory
 from agentrl.errors import ModelError
-from agentrl.inference.engines.local.model import Chunk, KVCache
-from agentrl.inference.engines.local.sampling import StopStrings
-from agentrl.inference.engines.local.scheduler import GenerationRequest, Scheduler
+from agentrl.local.engine.model import Chunk, KVCache
+from agentrl.local.engine.sampling import StopStrings
+from agentrl.local.engine.scheduler import GenerationRequest, Scheduler
 
 VOCAB = 97
 STOP = 96

@@ -13,8 +13,8 @@ import pytest
 from published_chain import Chain, random_weights
 from waiting import cancel
 
+from agentrl.base.device_lease import DeviceLease
 from agentrl.config.schema import EngineConfig, ModelConfig
-from agentrl.device_lease import DeviceLease
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus, VersionStatus
 from agentrl.errors import EngineError, PublishError, StoreError, StoreUnavailableError
@@ -22,8 +22,8 @@ from agentrl.inference import served_engine
 from agentrl.inference.control import EngineLoad, ModelInfo
 from agentrl.inference.engine import EngineRefusedError
 from agentrl.inference.served_engine import ServedAdapters, ServedEngine, ServedWeights, starting_weights
+from agentrl.weights.folder import write_manifest
 from agentrl.weights.local_copy import LocalCopy
-from agentrl.weights.model_folder import write_manifest
 
 
 class Services:

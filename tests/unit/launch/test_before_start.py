@@ -9,8 +9,8 @@ import pytest
 from agentrl.config.load import Configs
 from agentrl.config.schema import GROUPS
 from agentrl.errors import ConfigError, ModelError
-from agentrl.launch import before_start
-from agentrl.launch.before_start import prepare, require_teacher
+from agentrl.local import before_start
+from agentrl.local.before_start import prepare, require_teacher
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 from parsed_flags import parsed
 
 from agentrl.errors import ConfigError
-from agentrl.launch import placement
-from agentrl.launch.placement import UnseenGpuError, find_gpus, place_processes
+from agentrl.local import placement
+from agentrl.local.placement import UnseenGpuError, find_gpus, place_processes
 
 H100 = ("NVIDIA H100", 79 * 2**30)
 

@@ -10,9 +10,9 @@ import pytest
 
 from agentrl.config.load import parse
 from agentrl.errors import ConfigError
-from agentrl.launch import before_start as memory_of_run
-from agentrl.launch.before_start import MemoryCheck
-from agentrl.launch.placement import Gpus, Placement
+from agentrl.local import before_start as memory_of_run
+from agentrl.local.before_start import MemoryCheck
+from agentrl.local.placement import Gpus, Placement
 
 pytestmark = pytest.mark.usefixtures("starts_warm")
 

@@ -9,7 +9,7 @@ from parsed_flags import parsed
 
 from agentrl.config.schema import PlacementConfig
 from agentrl.errors import ConfigError
-from agentrl.launch.placement import Gpus, Need, Placement, place, ranges
+from agentrl.local.placement import Gpus, Need, Placement, place, ranges
 
 
 def gpus(count: int, *names: str) -> Gpus:

@@ -13,8 +13,8 @@ import yaml
 from waiting import wait_until
 
 from agentrl.errors import ConfigError
-from agentrl.launch import quickstart
-from agentrl.launch.quickstart import dashboard, wait_for_signal
+from agentrl.local import quickstart
+from agentrl.local.quickstart import dashboard, wait_for_signal
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from agentrl.errors import TimeLimitError
-from agentrl.launch.quickstart import LINE_SECONDS, LONGEST_MINUTES, Pace, Start, StartLines, shown
+from agentrl.local.quickstart import LINE_SECONDS, LONGEST_MINUTES, Pace, Start, StartLines, shown
 
 METRICS = {
     "seconds_pack": 1.0, "seconds_forward_backward": 28.0, "seconds_optimizer": 1.0,

@@ -9,15 +9,15 @@ from model_calls import model_call, record
 from agentrl.documents.base import now
 from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.status import RecordStatus
-from agentrl.launch.report import (
+from agentrl.local.quickstart import (
     WorthReading,
     choose_worth_reading,
     excerpt_lines,
     own_command,
     worth_reading_lines,
 )
-from agentrl.store.views.read import WholeTrajectory
-from agentrl.store.views.rows import TrajectoryRow
+from agentrl.screens.views.pipelines import TrajectoryRow
+from agentrl.screens.views.read import WholeTrajectory
 
 
 def row(number: int, score: float | None, tokens: int) -> TrajectoryRow:

@@ -11,11 +11,19 @@ import fake_llm
 import pytest
 from fake_llm import FakeLLM
 
-from agentrl.concurrency import Deadline
-from agentrl.llm import ask as ask_module
+from agentrl.base.concurrency import Deadline
+from agentrl.llm import client as ask_module
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
-from agentrl.llm.ask import Answer, NoAnswerError, ask, fenced, without_control_tokens
-from agentrl.llm.client import Window, endpoint_client, retry_after
+from agentrl.llm.client import (
+    Answer,
+    NoAnswerError,
+    Window,
+    ask,
+    endpoint_client,
+    fenced,
+    retry_after,
+    without_control_tokens,
+)
 
 QUESTION = [{"role": "user", "content": "?"}]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from recipes import RECIPES
 
-from agentrl.config.loss import OldLogprobs
+from agentrl.config.training import OldLogprobs
 from agentrl.data.freshness import whitened
 from agentrl.losses.compute import old_logprobs
 from agentrl.losses.loss import TokenBatch

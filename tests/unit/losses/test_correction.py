@@ -10,11 +10,11 @@ import torch
 from token_batches import random_batch, three_tokens, token_metrics
 from torch import Tensor
 
-from agentrl.config.loss import Correction, parse_corrections
+from agentrl.config.training import Correction, parse_corrections
 from agentrl.errors import ConfigError
 from agentrl.losses.compute import divergence, out_of_bound, token_losses, weigh
+from agentrl.losses.loss import TrajectoryMeans
 from agentrl.losses.settings import LossSettings
-from agentrl.losses.trajectories import TrajectoryMeans
 
 
 def weights(

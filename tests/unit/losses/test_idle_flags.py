@@ -18,9 +18,8 @@ from agentrl.config.schema import GROUPS, GroupConfig, LossConfig
 from agentrl.documents.status import StopReason
 from agentrl.errors import ConfigError
 from agentrl.losses.compute import old_logprobs
-from agentrl.losses.loss import LOSSES
+from agentrl.losses.loss import LOSSES, ComparedTrajectories
 from agentrl.losses.settings import LossSettings, check_loss
-from agentrl.losses.trajectories import ComparedTrajectories
 from agentrl.scoring.groups import decide_group
 
 BASE: Mapping[str, Any] = {"mini_batches": 4}

@@ -10,10 +10,9 @@ import torch
 from token_batches import random_batch, step_loss, three_tokens, token_metrics
 
 from agentrl.errors import ConfigError
-from agentrl.losses.compute import Denominators, old_logprobs, reduce_losses, token_losses
+from agentrl.losses.compute import Denominators, TokenMetrics, old_logprobs, reduce_losses, token_losses
 from agentrl.losses.loss import LOSSES, TokenBatch
 from agentrl.losses.settings import LossSettings
-from agentrl.losses.token_metrics import TokenMetrics
 
 PER_TRAJECTORY = [name for name in LOSSES.names() if not LOSSES.get(name).compares]
 """Losses of a trajectory by itself; ``test_preference_exactness.py`` has those that compare some."""

@@ -10,10 +10,9 @@ import torch
 from token_batches import three_tokens, token_metrics
 from torch import Tensor
 
-from agentrl.losses.compute import WEIGHT_CAP, reference_kl, token_losses
+from agentrl.losses.compute import WEIGHT_CAP, TokenMetrics, reference_kl, token_losses
 from agentrl.losses.loss import TokenBatch
 from agentrl.losses.settings import LossSettings
-from agentrl.losses.token_metrics import TokenMetrics
 
 
 def a_batch(logprobs: Tensor, reference: Tensor | None = None) -> TokenBatch:

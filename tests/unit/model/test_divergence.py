@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentrl.documents.column import TopLogprobs
-from agentrl.documents.sampling_mask import SamplingMask
-from agentrl.model.divergence import reverse_kl
+from agentrl.documents.model_call import SamplingMask
+from agentrl.documents.record import TopLogprobs
+from agentrl.model.forward import reverse_kl
 from agentrl.model.logprobs import KeptIds, OutputHead, token_logprobs
 
 VOCABULARY, TOKENS, HIDDEN = 13, 5, 4

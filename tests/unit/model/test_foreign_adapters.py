@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import AdapterConfig, ModelConfig
 from agentrl.errors import ConfigError, ModelError
-from agentrl.inference.engines.local.model import LocalModel
+from agentrl.local.engine.model import LocalModel
 from agentrl.model.load import load_policy
 from agentrl.model.lora import read_layers
 from agentrl.model.merge_adapter import merge_adapter

@@ -10,7 +10,7 @@ import torch
 from tiny_models import chains, model_logprobs, packed, tiny_model, tree
 
 from agentrl.data.forest import concatenate, merge_prefixes, restrict
-from agentrl.documents.sampling_mask import SamplingMask
+from agentrl.documents.model_call import SamplingMask
 from agentrl.model.logprobs import KeptIds, OutputHead, token_logprobs
 
 N, T, H, V = 30, 23, 16, 53

@@ -12,8 +12,7 @@ from written_adapter import write_adapter
 from agentrl.config.schema import AdapterConfig, ModelConfig
 from agentrl.errors import ModelError
 from agentrl.model.load import load_policy
-from agentrl.weights.folder import architecture, base_folder
-from agentrl.weights.model_folder import complete_folder
+from agentrl.weights.folder import architecture, base_folder, complete_folder
 
 
 @pytest.fixture

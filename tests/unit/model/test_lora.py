@@ -17,7 +17,7 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.settings import LossSettings
 from agentrl.model.lora import Adapter, add_adapter
 from agentrl.train.step import forward_backward
-from agentrl.weights.adapter_config import is_adapter
+from agentrl.weights.folder import is_adapter
 from agentrl.weights.snapshot import PublishedModel, write_alone
 
 BASE = Path("base")

@@ -8,8 +8,8 @@ import torch
 
 from agentrl.config.load import parse
 from agentrl.config.schema import ModelConfig, TrainConfig
-from agentrl.model import precision
-from agentrl.model.precision import NARROWEST, Precision, ProductSpeed, choose_precision, measure_products
+from agentrl.model import flops
+from agentrl.model.flops import NARROWEST, Precision, ProductSpeed, choose_precision, measure_products
 
 CPU = torch.device("cpu")
 WIDTH = 576
@@ -18,7 +18,7 @@ WIDTH = 576
 def choose(monkeypatch: pytest.MonkeyPatch, factor: float, *, width: int = WIDTH, **flags: str) -> Precision:
     """Choose on a CPU that multiplies bfloat16 ``factor`` times as fast as float32."""
     monkeypatch.setattr(
-        precision, "measure_products", lambda device, width: ProductSpeed(64, width, 1e9, factor * 1e9)
+        flops, "measure_products", lambda device, width: ProductSpeed(64, width, 1e9, factor * 1e9)
     )
     model = ModelConfig(dtype=flags.pop("dtype", "auto"))  # type: ignore[arg-type]
     return choose_precision(model, TrainConfig(**flags), CPU, width)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def test_a_gpu_is_asked_and_measured_only_for_the_factor(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    monkeypatch.setattr(precision, "measure_products", lambda device, width: ProductSpeed(64, width, 8, 2))
+    monkeypatch.setattr(flops, "measure_products", lambda device, width: ProductSpeed(64, width, 8, 2))
     for is_supported in (True, False):
         monkeypatch.setattr(
             torch.cuda, "is_bf16_supported", lambda found=is_supported, *, including_emulation: found

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.config.schema import MemoryConfig, ModelConfig
 from agentrl.data.forest import ForestRouting, TokenForest, forest_from_sequences, merge_prefixes
-from agentrl.documents.routing import ExpertShape
+from agentrl.documents.model_call import ExpertShape
 from agentrl.errors import ModelError
 from agentrl.model.attention.executor import build_executor
 from agentrl.model.forward import check_replay

@@ -15,7 +15,7 @@ from torch import Tensor
 from agentrl.config.schema import ModelConfig
 from agentrl.distributed.load_shards import load_shards
 from agentrl.errors import ModelError
-from agentrl.inference.engines.local.model import LocalModel
+from agentrl.local.engine.model import LocalModel
 from agentrl.model.load import empty_model, load_model
 
 Tensors = dict[str, Tensor]

@@ -12,7 +12,7 @@ from tiny_models import plain_logprobs, tiny_model
 from tiny_vision import IDS, VOCABULARY, drawn_image, save_vision_model, vision_model
 from transformers import PreTrainedModel
 
-from agentrl.chat.vision import Vision, read_vision
+from agentrl.chat.chat_format import Vision, read_vision
 from agentrl.data.forest import TokenForest, forest_from_data
 from agentrl.data.planner import build_micro_batches, packing_problem
 from agentrl.distributed.parallel_model import ParallelModel

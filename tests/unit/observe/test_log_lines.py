@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.train.retract import remove_lines
+from agentrl.lab.retract import remove_lines
 
 RECORD = "train/0/a/0/1"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agentrl.losses.token_metrics import TokenMetrics
+from agentrl.losses.compute import TokenMetrics
 from agentrl.observe.metric_definitions import DEFINITIONS, SECTIONS, page
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"

@@ -10,7 +10,7 @@ from snapshots import step_row
 
 from agentrl.documents.status import StepStatus
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.observe.plotting import plot_curve, running_mean
+from agentrl.screens.plotting import plot_curve, running_mean
 
 
 def test_the_curve_is_a_picture_of_the_committed_steps(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from agentrl.observe.redact import redact, redact_and_cut
+from agentrl.observe.logging import redact, redact_and_cut
 
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.SflKxwRJSMeKKF2QT4"
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\nIBAAKC\n-----END RSA PRIVATE KEY-----"

@@ -15,6 +15,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from otlp_collector import Collector, trace_flags, traced
 
+from agentrl.base.spans import NO_SPAN, Tracer, tracer, use_tracer
 from agentrl.errors import ConfigError, EngineError
 from agentrl.observe.tracing import (
     TEXT_LIMIT,
@@ -27,7 +28,6 @@ from agentrl.observe.tracing import (
     render_messages,
     tracing,
 )
-from agentrl.spans import NO_SPAN, Tracer, tracer, use_tracer
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import pytest
 from transformers import Qwen3Config
 
 from agentrl.distributed.mesh import Layout
-from agentrl.plan.estimates import Services, StepTime, estimate_step, size_services
-from agentrl.plan.model import PlannedModel, open_model
-from agentrl.plan.workload import Workload, parse_gpus
+from agentrl.local.plan.memory import PlannedModel, open_model
+from agentrl.local.plan.search import Services, StepTime, Workload, estimate_step, parse_gpus, size_services
 
 WORK = Workload(
     groups=4, group_size=8, trajectory_tokens=4000, turns=10, trained_share=0.5,

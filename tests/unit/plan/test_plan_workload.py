@@ -7,8 +7,7 @@ from parsed_flags import parsed
 
 from agentrl.config.training import PlanConfig
 from agentrl.errors import ConfigError
-from agentrl.plan.search import list_layouts, name_of
-from agentrl.plan.workload import build_workload, parse_gpus
+from agentrl.local.plan.search import build_workload, list_layouts, name_of, parse_gpus
 
 configs = partial(parsed, command="agentrl plan", extra=[PlanConfig])
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import SamplingConfig, TrainConfig
-from agentrl.rollout.sample import Admission
+from agentrl.rollout.setup import Admission
 from agentrl.store.claims import GroupLimit
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from waiting import until
 
-from agentrl.concurrency import background
+from agentrl.base.concurrency import background
 from agentrl.errors import (
     ENGINES,
     Dependency,

@@ -11,7 +11,7 @@ import pytest
 from made_documents import made_call, made_record, made_task
 
 from agentrl.config.schema import GroupConfig
-from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
 from agentrl.store.groups import StoredGroup
 

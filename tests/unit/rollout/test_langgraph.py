@@ -25,7 +25,7 @@ from langgraph.graph.message import add_messages
 from langgraph.prebuilt import ToolNode, tools_condition
 
 from agentrl.rollout.langgraph import PolicyChatModel, policy_tools, run_graph
-from agentrl.rollout.langgraph.agent_graph import AgentGraphOutput, BaseAgentGraph, CustomChatModel
+from agentrl.worlds.langgraph import AgentGraphOutput, BaseAgentGraph, CustomChatModel
 
 
 @tool

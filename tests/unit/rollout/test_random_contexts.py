@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from trajectories import Trajectory, converted
 
 from agentrl.chat.chat_format import ChatFormat, Message
-from agentrl.documents.model_call import unpack_ids
-from agentrl.documents.routing import ExpertShape, pack_routing, unpack_routing
+from agentrl.documents.model_call import ExpertShape, pack_routing, unpack_ids, unpack_routing
 from agentrl.documents.status import StopReason
 from agentrl.documents.training import DBRecordData
 from agentrl.rollout.agent_io import Outcome

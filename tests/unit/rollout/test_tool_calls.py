@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from agentrl.chat.parsers.base import ToolCall
 from agentrl.errors import ToolServerError
-from agentrl.rollout.model_call import PendingCall, Turn
 from agentrl.rollout.tool_calls import Tools, run_tool_calls
+from agentrl.rollout.trajectory_calls import PendingCall, Turn
 from agentrl.tools.base import Schema, ToolResult, function_schema
 
 OLD = [function_schema(name, f"The tool {name}.", None) for name in ("first", "second", "lost")]

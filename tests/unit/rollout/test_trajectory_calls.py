@@ -15,8 +15,7 @@ from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.task import Claim, Task
 from agentrl.errors import LeaseLostError
 from agentrl.rollout import trajectory_calls
-from agentrl.rollout.model_call import PendingCall
-from agentrl.rollout.trajectory_calls import CallWriter
+from agentrl.rollout.trajectory_calls import CallWriter, PendingCall
 
 CLAIM = Claim(
     task=Task(id="train/0/t", task_id="t", split="train", epoch=0, order=0, query="q"),

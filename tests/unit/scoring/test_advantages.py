@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agentrl.errors import ConfigError, GroupError
-from agentrl.scoring.advantages import BUILT_IN, ESTIMATORS, advantage, estimate
+from agentrl.scoring.groups import BUILT_IN, ESTIMATORS, advantage, estimate
 
 RESULT: list[Any] = []
 

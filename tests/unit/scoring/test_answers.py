@@ -7,7 +7,7 @@ import time
 import pytest
 from made_documents import made_task
 
-from agentrl.documents.task_messages import BadTaskError
+from agentrl.documents.task_json import BadTaskError
 from agentrl.errors import ConfigError
 from agentrl.scoring.answers import extract_answer, require_readable
 

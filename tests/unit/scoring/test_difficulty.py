@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from agentrl.scoring.difficulty import (
+from agentrl.scoring.evaluation import (
     LIMIT,
     Trials,
     estimate_ability,

@@ -9,8 +9,7 @@ import pytest
 from equal_pairs import pairs
 
 from agentrl.scoring import math_equality
-from agentrl.scoring.math_equality import equal, unparsed
-from agentrl.scoring.normal_form import same
+from agentrl.scoring.math_equality import equal, same, unparsed
 
 EQUAL = [
     ("5 m", "5"), ("5", "5 m"), ("5 m", "5 meters"), ("5 m^2", "5 square meters"),

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from agentrl.scoring.normal_form import LONGEST, normal_form, number, same, without_articles, word_f1
+from agentrl.scoring.math_equality import LONGEST, normal_form, number, same, without_articles, word_f1
 
 SAME = [
     ("The  Eiffel Tower.", "eiffel tower"), ("1,000", "1000"), ("4.0", "4"), ("Ｐaris", "paris"),

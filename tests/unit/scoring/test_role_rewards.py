@@ -15,7 +15,7 @@ from agentrl.documents.model_call import DispatchedSamplingTask, FixedModelCall
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus
 from agentrl.errors import ScorerError
-from agentrl.scoring.rewards import checked_role_rewards
+from agentrl.scoring.groups import checked_role_rewards
 from agentrl.store.groups import GroupOutcome, StoredGroup
 
 TASK = made_task()

@@ -9,9 +9,9 @@ import pytest
 from json_rows import write_rows
 
 from agentrl.documents.task_file import ReadResult
-from agentrl.environments.tasks import read_task_source
 from agentrl.errors import TaskFileError
-from agentrl.scoring.scorable import unchecked, unscorable
+from agentrl.rollout.load_tasks import read_task_source
+from agentrl.scoring.answers import unchecked, unscorable
 
 BOXED = "1+1? Put it in \\boxed{}."
 LINE = "1+1? The last line should be of the form Answer: $Answer."

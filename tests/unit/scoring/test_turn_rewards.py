@@ -17,7 +17,7 @@ from agentrl.data.finalize_group import GroupRules, explain_difference, group_pr
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus, RecordStatus
-from agentrl.scoring.rewards import turn_advantages
+from agentrl.scoring.groups import turn_advantages
 from agentrl.store.groups import GroupOutcome, StoredGroup
 
 TASK = made_task()

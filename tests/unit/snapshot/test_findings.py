@@ -10,8 +10,8 @@ from snapshots import NOW, engine, snapshot, steps
 
 from agentrl.documents.run import Outage, TrainerLease
 from agentrl.documents.status import TrainerEnd
-from agentrl.snapshot.findings import findings, seconds_since_step, state
-from agentrl.store.views.counts import FailureCount
+from agentrl.screens.findings import findings, seconds_since_step, state
+from agentrl.screens.views.counts import FailureCount
 
 
 def test_a_healthy_run_has_no_finding() -> None:

@@ -11,17 +11,17 @@ from snapshots import NOW, engine, printed, rows, snapshot, step_row, steps
 
 from agentrl.documents.run import Evaluation, Outage, PolicyVersion, TrainerLease
 from agentrl.documents.status import EvaluationStatus, ServiceStatus, StepStatus
-from agentrl.snapshot.run_tables import render_tables, tables_json
-from agentrl.store.views.counts import FailureCount
-from agentrl.store.views.details import (
+from agentrl.screens.tables import render_tables, tables_json
+from agentrl.screens.views.counts import (
     DataCount,
     EnvironmentCount,
+    FailureCount,
     GroupCount,
     LengthBias,
     PromptTokens,
     RunDetails,
 )
-from agentrl.store.views.rows import EngineRow
+from agentrl.screens.views.pipelines import EngineRow
 
 
 def engine_row(name: str, port: int, **changes: Any) -> EngineRow:

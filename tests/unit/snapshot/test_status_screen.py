@@ -14,16 +14,16 @@ from rich.text import Text
 from snapshots import NOW, engine, printed, snapshot, step_row
 from waiting import cancel
 
-from agentrl.cli import status as command
 from agentrl.documents.run import Outage, TrainerLease
 from agentrl.documents.status import TrainerEnd
 from agentrl.errors import ConfigError, StoreUnavailableError
 from agentrl.observe.terminal import excerpt
-from agentrl.snapshot.findings import findings
-from agentrl.snapshot.snapshot import RunSnapshot
-from agentrl.snapshot.status_screen import amount, render_run_status, sparkline, status_json
-from agentrl.store.views.counts import Disk, FailureCount, Rates
-from agentrl.store.views.runs import activity_of
+from agentrl.screens.cli import status as command
+from agentrl.screens.findings import findings
+from agentrl.screens.snapshot import RunSnapshot
+from agentrl.screens.status_screen import amount, render_run_status, sparkline, status_json
+from agentrl.screens.views.counts import Disk, FailureCount, Rates
+from agentrl.screens.views.runs import activity_of
 
 
 def _status(**changes: Any) -> RunSnapshot:

@@ -8,12 +8,11 @@ from typing import Any
 import snapshots as documents
 from snapshots import printed, rows
 
-from agentrl.documents.gateway import ReportedReward
 from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.record import CommandRun, Ending, Failure, HarnessRun, Record
+from agentrl.documents.record import CommandRun, Ending, Failure, HarnessRun, Record, ReportedReward
 from agentrl.documents.status import CallStatus, RecordStatus, StopReason
-from agentrl.snapshot.trajectory_page import render_rows, render_trajectory
-from agentrl.store.views.read import WholeTrajectory
+from agentrl.screens.trajectory_page import render_rows, render_trajectory
+from agentrl.screens.views.read import WholeTrajectory
 
 RED = {"stdout": "hi \x1b[31mred\n", "stdout_bytes": 9}
 RUN = CommandRun(ended=Ending.EXITED, exit_code=0, seconds=2.5, memory_mb=100.0, **RED)  # type: ignore[arg-type]

@@ -8,9 +8,9 @@ from datetime import timedelta
 from snapshots import SHORT_RECORD as RECORD
 from snapshots import short_call as call
 
-from agentrl.dashboard.pages.compare import pair_turns
-from agentrl.dashboard.pages.trajectories import waterfall_of
-from agentrl.snapshot.turns import (
+from agentrl.screens.dashboard.pages.compare import pair_turns
+from agentrl.screens.dashboard.pages.trajectories import waterfall_of
+from agentrl.screens.turns import (
     MAX_CHARS,
     branch_views,
     call_text,

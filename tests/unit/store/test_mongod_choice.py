@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import StoreError
-from agentrl.store.embedded import server as chooser
-from agentrl.store.embedded.server import (
+from agentrl.local import mongod as chooser
+from agentrl.local.mongod import (
     MONGOD_VARIABLE,
     Version,
     choose_mongod,

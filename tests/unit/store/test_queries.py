@@ -9,9 +9,9 @@ from typing import Any
 import mongomock
 import pytest
 
+from agentrl.screens.views.trajectories import Bounds, TrajectoryFilter
 from agentrl.store.claims import GroupLimit, Needs
 from agentrl.store.training_data import Spans, StaleVersions
-from agentrl.store.views.trajectories import Bounds, TrajectoryFilter
 
 VERSIONS = range(6)
 

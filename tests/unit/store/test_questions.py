@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.store.views import VIEWS
+from agentrl.screens.views import VIEWS
 
 ROOT = Path(__file__).resolve().parents[3]
 QUESTIONS = sorted((ROOT / "assets" / "compass").glob("*.mongodb.js"))

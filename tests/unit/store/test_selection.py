@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from agentrl.documents.task import Begin
-from agentrl.scoring.difficulty import Trials
-from agentrl.store.selection import (
+from agentrl.scoring.evaluation import Trials
+from agentrl.store.epochs import (
     ORDER,
     ORDERED_EVERY,
     PASS_RATE,

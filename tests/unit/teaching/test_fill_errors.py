@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.config.schema import ClaimConfig
 from agentrl.errors import StoreError
-from agentrl.teaching.fill import Filler
+from agentrl.teaching.teach import Filler
 
 
 class Columns:

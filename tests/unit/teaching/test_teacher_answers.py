@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.inference.engine import EngineAnswerError
-from agentrl.teaching.engines import HttpTeacher, Scored
+from agentrl.teaching.teacher import HttpTeacher, Scored
 
 IDS, FIRST = [5, 6, 7, 8], 2
 

@@ -10,8 +10,7 @@ from rollout_fakes import format_of
 from trajectories import Trajectory
 
 from agentrl.chat.chat_format import ChatFormat, Message, ToolSchemas
-from agentrl.teaching.engines import Scored
-from agentrl.teaching.readings import Teaching
+from agentrl.teaching.teacher import Scored, Teaching
 
 
 class Teacher:

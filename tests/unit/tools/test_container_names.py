@@ -11,14 +11,12 @@ import pytest
 from path_programs import stand_in
 from waiting import waiting_program
 
-from agentrl.containers import docker_client
-from agentrl.containers.base import ContainerSpec
-from agentrl.containers.docker import DockerContainer
 from agentrl.errors import ToolServerError
-from agentrl.harness.config import HarnessConfig
-from agentrl.harness.prepare import Prepared
-from agentrl.harness.session import ContainerSession
-from agentrl.harness.workspace import build_base
+from agentrl.worlds.containers import docker
+from agentrl.worlds.containers.base import ContainerSpec
+from agentrl.worlds.containers.docker import DockerContainer
+from agentrl.worlds.harness.agent import ContainerSession
+from agentrl.worlds.harness.prepare import HarnessConfig, Prepared, build_base
 
 DOCKER = """#!{python}
 import os, sys
@@ -39,8 +37,8 @@ if words[0] == "rm" and "--force" in words:
 """
 RUNS = """
 import asyncio, os, sys
-from agentrl.containers.base import ContainerSpec
-from agentrl.containers.docker import DockerContainer
+from agentrl.worlds.containers.base import ContainerSpec
+from agentrl.worlds.containers.docker import DockerContainer
 async def main():
     box = DockerContainer(ContainerSpec(name="sandbox", image="python:3.12", seconds=60))
     await box.start()
@@ -54,7 +52,7 @@ asyncio.run(main())
 def containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put the stand-in on PATH; return the folder with a file for each container."""
     stand_in(monkeypatch, tmp_path, "docker", DOCKER.format(python=sys.executable))
-    docker_client._remove_containers_of_ended.cache_clear()
+    docker._remove_containers_of_ended.cache_clear()
     (tmp_path / "containers").mkdir()
     return tmp_path / "containers"
 
@@ -100,4 +98,4 @@ async def test_a_harness_names_its_containers_so(containers: Path, tmp_path: Pat
         with pytest.raises(ToolServerError, match="docker run failed"):
             await session.run("true", {}, seconds=20)
     assert names(containers) == set()
-    assert docker_client.container_name("harness").startswith(f"agentrl-harness-{os.getpid()}.")
+    assert docker.container_name("harness").startswith(f"agentrl-harness-{os.getpid()}.")

@@ -9,12 +9,11 @@ import pytest
 from docker_here import IMAGE, docker_problem
 from path_programs import stand_in
 
-from agentrl.containers.docker import start_arguments
-from agentrl.containers.docker_client import DockerClient
 from agentrl.errors import ConfigError, ToolServerError
-from agentrl.tools.sandbox.container import ContainerSandbox, program_container
-from agentrl.tools.sandbox.limits import SandboxLimits
-from agentrl.tools.sandbox.tool import open_sandbox
+from agentrl.worlds.containers.docker import DockerClient, start_arguments
+from agentrl.worlds.sandbox.container import ContainerSandbox, program_container
+from agentrl.worlds.sandbox.limits import SandboxLimits
+from agentrl.worlds.sandbox.tool import open_sandbox
 
 DOCKER = """#!{python}
 import os, sys

@@ -13,8 +13,7 @@ from path_programs import stand_in
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError
-from agentrl.tools.config import load_servers
-from agentrl.tools.specs import McpSpec, StdioSpec
+from agentrl.tools.config import McpSpec, StdioSpec, load_servers
 
 DOCKER = """#!{python}
 import os, sys

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from waiting import until
 
-from agentrl.concurrency import background
+from agentrl.base.concurrency import background
 from agentrl.config.schema import ToolConfig
-from agentrl.tools.manager_server import Nodes, _Node
+from agentrl.worlds.manager_server import Nodes, _Node
 
 
 class Session:

@@ -12,9 +12,9 @@ from open_tools import open_tools
 from pydantic import Field
 from waiting import cancel
 
+from agentrl.base.permissions import allow
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError, ScorerError, ToolServerError
-from agentrl.permissions import allow
 from agentrl.tools.base import Trajectory
 from agentrl.tools.pool import ToolPool
 from agentrl.tools.python import Toolset, tool

@@ -6,9 +6,9 @@ import pytest
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerError
+from agentrl.tools.config import HttpSpec, ManagerSpec, StdioSpec, redact_address, redact_secrets
 from agentrl.tools.mcp import server
 from agentrl.tools.pool import ToolPool
-from agentrl.tools.specs import HttpSpec, ManagerSpec, StdioSpec, redact_address, redact_secrets
 
 SECRET = "s3cr3t-token-0123456789"
 

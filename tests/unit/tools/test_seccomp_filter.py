@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from agentrl.tools.sandbox.seccomp import _ARCHITECTURES, filter_code, numbers_of
+from agentrl.worlds.sandbox.seccomp import _ARCHITECTURES, filter_code, numbers_of
 
 ALLOW = 0x7FFF0000
 DENY = 0x00050000 | errno.EPERM

@@ -15,10 +15,9 @@ import pytest
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError, FailureError, OutageError, ToolServerError, tool_server
 from agentrl.tools.base import Trajectory, function_schema
-from agentrl.tools.config import load_tools
+from agentrl.tools.config import StdioSpec, load_tools
 from agentrl.tools.pool import ToolPool
-from agentrl.tools.specs import StdioSpec
-from agentrl.tools.stateful import StatefulTool, StatefulTools
+from agentrl.tools.python import StatefulTool, StatefulTools
 
 DIGITS = {"answer": {"type": "string", "description": "digits"}}
 PARAMETERS = {"type": "object", "properties": DIGITS, "required": ["answer"]}
@@ -163,7 +162,7 @@ async def test_a_class_with_verls_methods_can_be_named_by_the_tools_flag() -> No
         assert pool.servers == ("failing", "code_interpreter")
 
 
-SANDBOX = "agentrl.tools.sandbox.tool.PythonSandbox"
+SANDBOX = "agentrl.worlds.sandbox.tool.PythonSandbox"
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,16 @@ import pytest
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError
-from agentrl.tools.config import configured_servers, load_servers
-from agentrl.tools.specs import Hook, HttpSpec, Limits, ManagerSpec, Scope, StdioSpec
+from agentrl.tools.config import (
+    Hook,
+    HttpSpec,
+    Limits,
+    ManagerSpec,
+    Scope,
+    StdioSpec,
+    configured_servers,
+    load_servers,
+)
 
 
 def write(tmp_path: Path, text: str) -> Path:

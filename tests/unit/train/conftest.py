@@ -16,12 +16,12 @@ from rich.console import Console
 from tiny_policy import write_tiny_policy
 from training_data import group, training_configs
 
+from agentrl.base.device_lease import DeviceLease
+from agentrl.base.folder_owner import Owner
 from agentrl.config.schema import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
-from agentrl.device_lease import DeviceLease
-from agentrl.distributed.world import leave_processes, single_process
-from agentrl.folder_owner import Owner
+from agentrl.distributed.mesh import leave_processes, single_process
 from agentrl.observe.progress import StepView
 from agentrl.observe.trackers import open_trackers
 from agentrl.train import checkpoint

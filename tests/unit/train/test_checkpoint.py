@@ -17,9 +17,8 @@ from tiny_policy import write_tiny_policy
 from torch.optim.lr_scheduler import LRScheduler
 
 from agentrl.config.schema import ModelConfig, OptimConfig
-from agentrl.documents.checkpoint import CheckpointState
 from agentrl.documents.status import StepStatus
-from agentrl.documents.training import TrainStep
+from agentrl.documents.training import CheckpointState, TrainStep
 from agentrl.errors import ConfigError, LeaseLostError, ModelError, PublishError
 from agentrl.model.load import Policy, load_policy
 from agentrl.train import checkpoint

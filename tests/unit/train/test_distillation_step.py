@@ -11,8 +11,8 @@ from tiny_models import VOCABULARY, chains, tiny_model
 
 from agentrl.data.forest import forest_from_data
 from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.documents.column import TokenColumns, TopLogprobs
 from agentrl.documents.model_call import unpack_ids
+from agentrl.documents.record import TokenColumns, TopLogprobs
 from agentrl.documents.training import DBRecordData
 from agentrl.losses.settings import LossSettings
 from agentrl.train.step import forward_backward

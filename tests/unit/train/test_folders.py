@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.documents.checkpoint import STATE
+from agentrl.base.folder_owner import Owner
+from agentrl.documents.training import STATE
 from agentrl.errors import ConfigError
-from agentrl.folder_owner import Owner
 from agentrl.train.folders import RunFolders
 
 A, B = (Owner(run=name, id=name, server="server:1") for name in "ab")

@@ -11,7 +11,7 @@ import torch
 from tiny_trainer import DATA, tiny_trainer
 from training_data import group
 
-from agentrl.train.influence import Direction, influences, likelihood_direction
+from agentrl.lab.influence import Direction, influences, likelihood_direction
 from agentrl.train.step import PolicyTrainer, forward_backward, split_updates
 
 HELD_OUT = group("held out", size=3)

@@ -13,10 +13,9 @@ import pytest
 from fake_store import FakeStore
 from training_data import group
 
-from agentrl.atomic_folder import remove_leftovers
-from agentrl.data.step_source import StepData
-from agentrl.data.stream import DataStream
-from agentrl.device_lease import DeviceLease
+from agentrl.base.atomic_folder import remove_leftovers
+from agentrl.base.device_lease import DeviceLease
+from agentrl.data.stream import DataStream, StepData
 from agentrl.documents.status import DataStatus, StepStatus, TrainerEnd, VersionStatus
 from agentrl.errors import ConfigError, LeaseLostError, PublishError, TrainingError
 from agentrl.observe.metric_definitions import DEFINITIONS
@@ -25,7 +24,7 @@ from agentrl.train.controller import Controller
 from agentrl.train.loop import Trainer
 from agentrl.train.publishing import Publisher
 from agentrl.train.step import PolicyTrainer, StepResult
-from agentrl.weights.model_folder import verify
+from agentrl.weights.folder import verify
 from agentrl.weights.snapshot import Snapshot, Written
 
 Usage = namedtuple("Usage", "total used free")
@@ -239,8 +238,8 @@ CRASHES: dict[str, Any] = {
     "planned": ("agentrl.data.stream", "step_window"),
     "computed": ("fake_store", "_Steps.commit"),
     "committed, not saved": ("agentrl.train.checkpoint", "begin"),
-    "half a checkpoint": ("agentrl.train.checkpoint", "read"),
-    "checkpoint written, not renamed": ("agentrl.atomic_folder", "_replace"),
+    "half a checkpoint": ("agentrl.train.checkpoint", "read_random_states"),
+    "checkpoint written, not renamed": ("agentrl.base.atomic_folder", "_replace"),
     "saved, not published": ("agentrl.train.publishing", "publish"),
     "half a version": ("agentrl.train.controller", "write_beside"),
     "version reserved, not placed": ("agentrl.weights.publish", "write_manifest"),

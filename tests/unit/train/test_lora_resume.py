@@ -13,8 +13,8 @@ from tiny_models import model_logprobs
 from training_data import group, training_configs
 
 from agentrl.config.schema import AdapterConfig, ModelConfig, OptimConfig, TrainConfig
-from agentrl.distributed.world import single_process
-from agentrl.documents.checkpoint import Checkpoint, CheckpointState
+from agentrl.distributed.mesh import single_process
+from agentrl.documents.training import Checkpoint, CheckpointState
 from agentrl.errors import ModelError
 from agentrl.model.load import load_policy
 from agentrl.train import checkpoint
@@ -22,8 +22,7 @@ from agentrl.train.build import build_trainer
 from agentrl.train.controller import Controller, lead
 from agentrl.train.lease import ThreadFence
 from agentrl.train.publishing import Publisher
-from agentrl.weights.folder import architecture
-from agentrl.weights.model_folder import complete_folder
+from agentrl.weights.folder import architecture, complete_folder
 from agentrl.weights.snapshot import write_alone
 
 COMPARED = ("loss", "lr", "grad_norm")

@@ -15,9 +15,8 @@ from training_data import group
 
 from agentrl.documents.training import DBRecordData
 from agentrl.losses.built_in.dpo import best_and_worst
-from agentrl.losses.loss import TokenBatch
+from agentrl.losses.loss import ComparedTrajectories, TokenBatch
 from agentrl.losses.settings import LossSettings
-from agentrl.losses.trajectories import ComparedTrajectories
 from agentrl.train.step import PolicyTrainer
 
 

@@ -6,7 +6,7 @@ import random
 
 from agentrl.documents.base import now
 from agentrl.documents.training import TrainStep
-from agentrl.train.rebuild import contained_steps
+from agentrl.lab.retract import contained_steps
 
 
 def step(attempt: int, number: int, *, is_committed: bool = True) -> TrainStep:

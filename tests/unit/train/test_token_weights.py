@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from training_data import group
 
-from agentrl.data.step_source import StepData
+from agentrl.data.stream import StepData
 from agentrl.documents.model_call import pack_halves
 from agentrl.documents.training import TokenSpan, TokenStatistics, statistics_key
+from agentrl.lab.whatif_run import token_weights
 from agentrl.losses.settings import LossSettings
-from agentrl.train.whatif import token_weights
 
 
 def test_weights_are_those_of_the_reduced_loss_and_clipped_tokens_have_none() -> None:

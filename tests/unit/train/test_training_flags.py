@@ -35,9 +35,10 @@ from agentrl.config.schema import (
 from agentrl.config.training import SFTConfig
 from agentrl.data.freshness import Freshness
 from agentrl.distributed.mesh import plan_layout
-from agentrl.documents.column import TokenColumns
 from agentrl.documents.model_call import pack_floats, pack_ids, unpack_ids
+from agentrl.documents.record import TokenColumns
 from agentrl.errors import ConfigError
+from agentrl.lab.whatif_run import _require_usable
 from agentrl.losses.loss import LOSSES
 from agentrl.losses.settings import IDLE_RULES, check_loss
 from agentrl.train.build import build_trainer
@@ -45,7 +46,6 @@ from agentrl.train.optimizer import build_optimizer, build_scheduler
 from agentrl.train.sft import fine_tune
 from agentrl.train.source import freshness_of
 from agentrl.train.step import PolicyTrainer
-from agentrl.train.whatif import _require_usable
 
 LOOPS: Mapping[str, Any] = {"num_epochs_per_batch": 2, "mini_batches": 2}
 """Flag → a value with which a step calls the loss more often."""
@@ -157,7 +157,7 @@ def test_every_flag_is_in_a_table_or_read_by_a_module() -> None:
     proven = {*UPDATES, *BUILT, *SCHEDULES, *AGES, *DERIVED, *flag_names(ParallelConfig, IgnoredConfig)}
     sources = (path for path in Path(agentrl.__file__).parent.rglob("*.py") if path.parent.name != "config")
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
-    text += Path(agentrl.__file__).with_name("config").joinpath("original.py").read_text(encoding="utf-8")
+    text += Path(agentrl.__file__).with_name("config").joinpath("load.py").read_text(encoding="utf-8")
     read = set(re.findall(r"""\.(\w+)\b|(?<=["'])(\w+)(?=["'])""", text))
     words = {word for found in read for word in found}
     names = set(flag_names(*(kind for kind in GROUPS if kind not in (LossConfig, GroupConfig))))

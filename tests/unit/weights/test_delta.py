@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from agentrl.errors import PublishError
-from agentrl.weights import apply_delta, delta
-from agentrl.weights.apply_delta import apply
+from agentrl.weights import delta, local_copy
 from agentrl.weights.delta import encode
-from agentrl.weights.model_folder import checksums
+from agentrl.weights.folder import checksums
+from agentrl.weights.local_copy import apply
 from agentrl.weights.tensor_checksums import TensorChecksum, weights_digest
 
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
@@ -65,7 +65,7 @@ def test_a_chain_of_deltas_gives_the_bits_of_the_last_version(
 ) -> None:
     with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(delta, "CHUNK", chunk)
-        patch.setattr(apply_delta, "CHUNK", chunk)
+        patch.setattr(local_copy, "CHUNK", chunk)
         folder = Path(name)
         _write(folder, versions[0])
         files = []

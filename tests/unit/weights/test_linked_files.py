@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.weights import model_folder
-from agentrl.weights.model_folder import checksums, complete_folder, link_files, verify
+from agentrl.weights import folder as model_folder
+from agentrl.weights.folder import checksums, complete_folder, link_files, verify
 
 WEIGHTS = bytes(range(256)) * 64
 

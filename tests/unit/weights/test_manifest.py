@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import PublishError
-from agentrl.weights.model_folder import checksums, verify, write_manifest
+from agentrl.weights.folder import checksums, verify, write_manifest
 
 
 @pytest.fixture

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from agentrl.documents.run import FileChecksum
-from agentrl.weights import model_files, model_folder
-from agentrl.weights.model_files import known_checksums, read_files
-from agentrl.weights.model_folder import checksums
+from agentrl.weights import folder as model_folder
+from agentrl.weights.folder import checksums, known_checksums, read_files
 
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(model_files, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(model_folder, "_SMALL_BYTES", 0)
     folder = tmp_path / "base"
     folder.mkdir()
     for name in (

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from agentrl.errors import PublishError
-from agentrl.weights.model_folder import atomic_model_folder, complete_folder
+from agentrl.weights.folder import atomic_model_folder, complete_folder
 
 Usage = namedtuple("Usage", "total used free")
 

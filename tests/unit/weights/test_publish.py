@@ -8,14 +8,14 @@ import pytest
 from fake_store import FakeStore, engine
 from tiny_policy import write_tiny_policy
 
-from agentrl.atomic_folder import begin_folder
+from agentrl.base.atomic_folder import begin_folder
 from agentrl.config.schema import ModelConfig
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
 from agentrl.model.load import Policy, load_policy
 from agentrl.weights import publish as publishing
-from agentrl.weights.model_folder import checksums, complete_folder, verify
+from agentrl.weights.folder import checksums, complete_folder, verify
 from agentrl.weights.publish import PublishTarget, newer_versions, publish, publish_base
 from agentrl.weights.snapshot import Written, write_alone
 from agentrl.weights.tensor_checksums import TensorChecksum

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from agentrl.weights.model_folder import checksums
+from agentrl.weights.folder import checksums
 from agentrl.weights.snapshot import (
     Holding,
     PublishedModel,

@@ -17,13 +17,13 @@ import torch
 from fake_store import FakeStore
 from safetensors.torch import load_file, save_file
 
-from agentrl.atomic_folder import begin_folder
+from agentrl.base.atomic_folder import begin_folder
 from agentrl.documents.run import FileChecksum, PolicyVersion
 from agentrl.errors import ConfigError, PublishError
 from agentrl.weights import storage
 from agentrl.weights.delta import encode
+from agentrl.weights.folder import MANIFEST, checksums, write_manifest
 from agentrl.weights.local_copy import LocalCopy
-from agentrl.weights.model_folder import MANIFEST, checksums, write_manifest
 from agentrl.weights.publish import PublishTarget, publish
 from agentrl.weights.snapshot import Written
 from agentrl.weights.storage import delete, download, folder_names, read, require_storage, upload

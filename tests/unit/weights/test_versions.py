@@ -7,10 +7,10 @@ from pathlib import Path
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 
-from agentrl.atomic_folder import begin_folder
+from agentrl.base.atomic_folder import begin_folder
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
-from agentrl.weights.model_folder import checksums, complete_folder, verify
+from agentrl.weights.folder import checksums, complete_folder, verify
 from agentrl.weights.publish import (
     free_name,
     kept_versions,

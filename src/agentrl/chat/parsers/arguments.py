@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from agentrl.base.concurrency import within_cpu
 from agentrl.chat.parsers.base import (
     CallSyntaxError,
     ToolCall,
@@ -18,7 +19,6 @@ from agentrl.chat.parsers.base import (
     read_literal,
     tool_names,
 )
-from agentrl.concurrency import within_cpu
 
 _DEPTH = 16
 """Longest chain of references and alternatives that is followed."""

@@ -18,13 +18,23 @@ from gridfs.errors import CorruptGridFile, NoFile
 from pymongo import ASCENDING
 from pymongo.errors import BulkWriteError, DuplicateKeyError
 
-from agentrl.batches import batches
+from agentrl.base.batches import batches
 from agentrl.documents.base import now
 from agentrl.documents.task import CONTENT
 from agentrl.errors import StoreError
-from agentrl.store.mechanics.collection import use_session
-from agentrl.store.mechanics.connection import Connection, Json, id_prefix
-from agentrl.store.names import COLUMN, DATA, IMAGE, MODEL_CALL, RECORD, STEP, TASK
+from agentrl.store.mechanics.connection import (
+    COLUMN,
+    DATA,
+    IMAGE,
+    MODEL_CALL,
+    RECORD,
+    STEP,
+    TASK,
+    Connection,
+    Json,
+    id_prefix,
+    use_session,
+)
 
 PACKED: Final = (MODEL_CALL, DATA, IMAGE, COLUMN)
 """Collections whose documents may have files in GridFS."""

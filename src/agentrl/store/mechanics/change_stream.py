@@ -24,11 +24,10 @@ from weakref import WeakKeyDictionary
 
 from pymongo.errors import PyMongoError
 
-from agentrl.concurrency import background
+from agentrl.base.concurrency import background
 from agentrl.documents.status import DataStatus, TaskStatus, VersionStatus
 from agentrl.errors import StoreUnavailableError
-from agentrl.store.mechanics.connection import Connection, Json
-from agentrl.store.names import COLUMN, DATA, STEP, TASK, VERSION
+from agentrl.store.mechanics.connection import COLUMN, DATA, STEP, TASK, VERSION, Connection, Json
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 2.0

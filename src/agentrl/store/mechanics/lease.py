@@ -17,9 +17,11 @@ from typing import Any
 from pymongo import ReturnDocument
 from pymongo.asynchronous.collection import AsyncCollection
 
-from agentrl.concurrency import background
+from agentrl.base.concurrency import background
+from agentrl.documents.status import SlotStatus, TaskStatus
+from agentrl.documents.task import Claim, Task
 from agentrl.errors import LeaseLostError, StoreError, StoreUnavailableError
-from agentrl.store.mechanics.connection import Json
+from agentrl.store.mechanics.connection import TASK, Connection, Json
 
 logger = logging.getLogger(__name__)
 
@@ -131,3 +133,217 @@ async def keep_renewed(
             if isinstance(error, StoreUnavailableError) and not outages:
                 raise
             logger.warning("%s could not be renewed: %s", what, error.message)
+
+
+LEASE_DEADLINE = "lease_deadline"
+"""Field of a Task: the earliest expiry of its slots' leases; null if no slot is running."""
+_TERMINAL = [SlotStatus.SCORED.value, SlotStatus.FAILED.value]
+ATTEMPTS: Json = {"$subtract": ["$$slot.attempt", {"$ifNull": ["$$slot.released", 0]}]}
+"""Number of attempts at ``$$slot`` that count towards ``max_attempts``."""
+_RUNNING: Json = {"$eq": ["$$slot.status", SlotStatus.RUNNING.value]}
+_RESTED: Json = {"$lte": [{"$ifNull": ["$$slot.not_before", "$$NOW"]}, "$$NOW"]}
+SAMPLED: Json = {"$eq": ["$$slot.status", SlotStatus.SAMPLED.value]}
+EXPIRED: Json = {"$and": [_RUNNING, expired("$$slot.lease_expires_at")]}
+"""Condition: ``$$slot`` is running and its lease has expired."""
+LIVE: Json = {"$and": [_RUNNING, live("$$slot.lease_expires_at")]}
+"""Condition: ``$$slot`` is running and its lease has not expired."""
+OPEN: Json = {"$and": [{"$eq": ["$$slot.status", SlotStatus.OPEN.value]}, _RESTED]}
+"""Condition: ``$$slot`` may be claimed; its back-off after a failure is over."""
+UNSCORED: Json = {"$and": [SAMPLED, _RESTED]}
+"""Condition: ``$$slot`` waits for a score; its back-off after a failed attempt to score is over."""
+QUEUED: Json = {**FREE, "status": SlotStatus.SAMPLED.value, "not_before": None}
+"""The fields of a slot whose Record is sampled and waits for a score."""
+REOPENED: Json = {
+    **FREE, "status": SlotStatus.OPEN.value, "released": "$$slot.attempt", "not_before": None,
+}  # fmt: skip
+"""The fields of a failed slot that is opened again, with all its attempts."""
+
+
+def slot_expired(max_attempts: int) -> Json:
+    """Return the condition that the lease of ``$$slot`` has expired and that it has attempts left."""
+    return {"$and": [EXPIRED, {"$lt": [ATTEMPTS, max_attempts]}]}
+
+
+def any_slot(condition: Json) -> Json:
+    """Return a filter for Tasks with a slot that satisfies ``condition`` (an expression over ``$$slot``)."""
+    matches = {"$map": {"input": "$slots", "as": "slot", "in": condition}}
+    return {"$expr": {"$anyElementTrue": [matches]}}
+
+
+def overdue(condition: Json) -> Json:
+    """Return a filter for Tasks with an expired lease and a slot that satisfies ``condition``.
+
+    It uses the index on LEASE_DEADLINE. A Task without a deadline passes that part; ``condition`` decides.
+    """
+    passed = expired(f"${LEASE_DEADLINE}")
+    return {"$expr": {"$and": [passed, any_slot(condition)["$expr"]]}}
+
+
+def claim_slots(
+    condition: Json, owners: Sequence[str], lease_seconds: float, *, new_attempt: bool = True
+) -> list[Json]:
+    """Return the update that gives the first slots that satisfy ``condition`` to ``owners``, one each.
+
+    The Task may have fewer such slots than owners. ``last_claim`` then lists each claimed slot and its
+    previous owner. Without ``new_attempt`` the owner continues the slot's attempt: it scores its Record.
+    """
+    free = {"$filter": {"input": "$slots", "as": "slot", "cond": condition}}
+    taken = {
+        "$map": {
+            "input": {"$slice": [free, len(owners)]},
+            "as": "slot",
+            "in": {"traj_id": "$$slot.traj_id", "previous_owner": "$$slot.owner"},
+        }
+    }
+    index = {"$indexOfArray": ["$last_claim.traj_id", "$$slot.traj_id"]}
+    attempt = {"$add": ["$$slot.attempt", int(new_attempt)]}
+    record = {
+        "$concat": [
+            "$_id", "/", {"$toString": "$$slot.traj_id"}, "/", {"$toString": attempt},
+        ]
+    }  # fmt: skip
+    fields = {
+        "status": SlotStatus.RUNNING.value, "attempt": attempt,
+        "owner": {"$arrayElemAt": [literal(list(owners)), index]},
+        "lease_expires_at": after(lease_seconds), "not_before": None, "record_id": record,
+        **({"scorings": 0} if new_attempt else {}),
+    }  # fmt: skip
+    return [
+        {"$set": {"last_claim": taken, "admission": None}},
+        *change_slots({"$gte": [index, 0]}, fields),
+    ]
+
+
+def new_claims(document: Json, owners: Sequence[str]) -> list[Claim]:
+    """Return the claims that ``claim_slots`` has just written into the Task."""
+    task = Task.from_document(document)
+    attempts = {slot.traj_id: slot.attempt for slot in task.slots}
+    traj_ids = [entry["traj_id"] for entry in document["last_claim"]]
+    return [
+        Claim(task=task, traj_id=traj_id, attempt=attempts[traj_id], owner=owner)
+        for traj_id, owner in zip(traj_ids, owners, strict=False)
+    ]
+
+
+def failed_or_open(max_attempts: int) -> Json:
+    """Return the expression for a slot's status after a failed attempt."""
+    return {
+        "$cond": [
+            {"$gte": [ATTEMPTS, max_attempts]}, SlotStatus.FAILED.value, SlotStatus.OPEN.value,
+        ]
+    }  # fmt: skip
+
+
+def change_slot(claim: Claim, fields: Json) -> list[Json]:
+    """Return the update that sets ``fields`` (expressions over ``$$slot``) of the claimed slot."""
+    return change_slots(_is_claimed(claim), fields)
+
+
+def change_slots(condition: Json, fields: Json) -> list[Json]:
+    """Return the update that sets ``fields`` of every slot that satisfies ``condition``."""
+    return [set_slots(condition, fields), *_derive_status()]
+
+
+def remove_slots(traj_ids: Sequence[int], *, is_completed: bool) -> list[Json]:
+    """Return the update that removes slots; a finalized group stays completed.
+
+    If none of the others has been claimed, the Task is created again: its group is no longer open.
+    """
+    kept = {"$not": [{"$in": ["$$slot.traj_id", list(traj_ids)]}]}
+    others = {"$filter": {"input": "$slots", "as": "slot", "cond": kept}}
+    removed = {"$subtract": [{"$size": "$slots"}, {"$size": others}]}
+    counted = {"$add": [{"$ifNull": ["$retracted", 0]}, removed]}
+    change: Json = {"$set": {"slots": others, "retracted": counted, "updated_at": "$$NOW"}}
+    if is_completed:
+        return [change]
+    attempts = {"$map": {"input": "$slots", "as": "slot", "in": {"$eq": ["$$slot.attempt", 0]}}}
+    untouched = {"$and": [{"$gt": [{"$size": "$slots"}, 0]}, {"$allElementsTrue": [attempts]}]}
+    created = {"$cond": [untouched, TaskStatus.CREATED.value, "$status"]}
+    return [change, *_derive_status(), {"$set": {"status": created}}]
+
+
+def renew_lease(claim: Claim, lease_seconds: float) -> list[Json]:
+    """Return the update that extends the claim's lease to ``lease_seconds`` from now."""
+    return [set_slots(_is_claimed(claim), {"lease_expires_at": after(lease_seconds)}), _derive_deadline()]
+
+
+def held(claim: Claim) -> Json:
+    """Return a filter for the claim's Task, if the claim holds its slot.
+
+    The lease may have expired, for example while the database was away: the claim holds the slot until
+    another process takes it over, and may renew the lease until then.
+    """
+    return {
+        "_id": claim.task.id,
+        "slots": {
+            "$elemMatch": {
+                "traj_id": claim.traj_id, "attempt": claim.attempt, "owner": claim.owner,
+                "status": SlotStatus.RUNNING.value,
+            }
+        },
+    }  # fmt: skip
+
+
+def _is_claimed(claim: Claim) -> Json:
+    return {
+        "$and": [
+            {"$eq": ["$$slot.traj_id", claim.traj_id]},
+            {"$eq": ["$$slot.attempt", claim.attempt]},
+            {"$eq": ["$$slot.owner", literal(claim.owner)]},
+            _RUNNING,
+        ]
+    }
+
+
+def set_slots(condition: Json, fields: Json) -> Json:
+    """Return the stage that sets ``fields`` of every slot that satisfies ``condition``."""
+    changed = {"$cond": [condition, {"$mergeObjects": ["$$slot", fields]}, "$$slot"]}
+    return {"$set": {"slots": {"$map": {"input": "$slots", "as": "slot", "in": changed}}}}
+
+
+def _derive_status() -> list[Json]:
+    terminal = {"$map": {"input": "$slots", "as": "slot", "in": {"$in": ["$$slot.status", _TERMINAL]}}}
+    status = {"$cond": [{"$allElementsTrue": [terminal]}, TaskStatus.WAITING.value, TaskStatus.RUNNING.value]}
+    return [{"$set": {"status": status, "updated_at": "$$NOW"}}, _derive_deadline()]
+
+
+def _derive_deadline() -> Json:
+    leased = {"$filter": {"input": "$slots", "as": "slot", "cond": _RUNNING}}
+    ends = {"$map": {"input": leased, "as": "slot", "in": "$$slot.lease_expires_at"}}
+    return {"$set": {LEASE_DEADLINE: {"$min": ends}}}
+
+
+async def lost_claims(connection: Connection, claims: Sequence[Claim]) -> list[Claim]:
+    """Return the claims whose slot is not running any more or has another owner."""
+    live = {"$filter": {"input": "$slots", "as": "slot", "cond": _RUNNING}}
+    ids = list({claim.task.id for claim in claims})
+    tasks = await connection.collection(TASK).find({"_id": {"$in": ids}}, {"slots": live}).to_list()
+    held = {
+        (task["_id"], slot["traj_id"], slot["attempt"], slot["owner"])
+        for task in tasks
+        for slot in task["slots"]
+    }
+    return [each for each in claims if (each.task.id, each.traj_id, each.attempt, each.owner) not in held]
+
+
+def lease_lost(claim: Claim) -> LeaseLostError:
+    """Return the error for a write under a claim that is lost."""
+    return LeaseLostError(
+        f"the lease of {claim.owner} on {claim.record_id} expired, and another sampler took the slot over",
+        hint="nothing is lost: another attempt replaces this one; if it happens often, raise --lease_seconds",
+    )
+
+
+def slot_status(task: Task, claim: Claim) -> SlotStatus:
+    """Return the status of the claim's slot."""
+    return next(slot.status for slot in task.slots if slot.traj_id == claim.traj_id)
+
+
+async def update_slot(connection: Connection, claim: Claim, fields: Json) -> Task:
+    """Set ``fields`` of the claim's slot and return the Task. Raises LeaseLostError."""
+    task = await connection.collection(TASK).find_one_and_update(
+        held(claim), change_slot(claim, fields), return_document=ReturnDocument.AFTER
+    )
+    if task is None:
+        raise lease_lost(claim)
+    return Task.from_document(task)

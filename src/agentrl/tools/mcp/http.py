@@ -12,9 +12,10 @@ from typing import Any
 
 import httpx2
 
+from agentrl.base.proxies import ProxiedTransport
 from agentrl.documents.base import shortened
 from agentrl.llm.client import retry_after
-from agentrl.proxies import ProxiedTransport
+from agentrl.tools.config import HttpSpec
 from agentrl.tools.mcp.content import (
     LOST,
     MAX_MESSAGE_BYTES,
@@ -26,7 +27,6 @@ from agentrl.tools.mcp.content import (
     read_message,
     reasons,
 )
-from agentrl.tools.specs import HttpSpec
 
 _CONNECT_SECONDS = 30.0
 _SPARE_CONNECTIONS = 16

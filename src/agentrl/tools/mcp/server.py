@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from agentrl.concurrency import end_tasks
+from agentrl.base.concurrency import end_tasks
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import (
     FailureError,
@@ -22,8 +22,8 @@ from agentrl.errors import (
     tool_server,
 )
 from agentrl.tools.base import Reply, Schema, ServerSession, ToolServer, Trajectory, schema_name, timed_out
+from agentrl.tools.config import CallGate, Hook, HttpSpec, Limits, McpSpec, Scope, StdioSpec, redact_address
 from agentrl.tools.mcp.connection import TRAJECTORY_KEY, Connection, LostError, RefusedError, UnusableError
-from agentrl.tools.specs import CallGate, Hook, HttpSpec, Limits, McpSpec, Scope, StdioSpec, redact_address
 
 if TYPE_CHECKING:
     import httpx2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.cli.doctor import command
-from agentrl.cli.doctor.machine import Check, State
+from agentrl.local.cli import doctor
+from agentrl.local.doctor import Check, State
 
 
 @pytest.mark.parametrize(("state", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
@@ -16,8 +16,8 @@ def test_only_a_failed_check_sets_the_exit_code(
         return []
 
     check = Check("disk [x]", state, "found this", "do that")
-    monkeypatch.setattr(command, "machine_checks", lambda configs: [check])
-    monkeypatch.setattr(command, "_run_checks", no_checks)
-    assert command.main([]) == code
+    monkeypatch.setattr(doctor, "machine_checks", lambda configs: [check])
+    monkeypatch.setattr(doctor, "_run_checks", no_checks)
+    assert doctor.main([]) == code
     out = capsys.readouterr().out
     assert all(part in out for part in (state, "disk [x]", "found this", "do that"))

@@ -10,19 +10,18 @@ from typing import Literal
 
 import pytest
 
-from agentrl.cli.doctor import machine
-from agentrl.cli.doctor.machine import Check, check_memory, check_open_files, check_processes
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import EngineConfig
-from agentrl.launch import placement
-from agentrl.launch.placement import Gpus
+from agentrl.local import doctor, placement
+from agentrl.local.doctor import Check, check_memory, check_open_files, check_processes
+from agentrl.local.placement import Gpus
 
 
 def test_an_old_python_fails_with_a_hint() -> None:
-    check = machine.check_python((3, 10, 4))
+    check = doctor.check_python((3, 10, 4))
     assert check.state == "fail"
     assert "3.11" in check.hint
-    assert machine.check_python().state == "ok"
+    assert doctor.check_python().state == "ok"
 
 
 def test_packages_are_held_against_the_tested_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +36,7 @@ def test_packages_are_held_against_the_tested_ranges(monkeypatch: pytest.MonkeyP
     wanted = ["good>=1,<2", "old>=1", "gone>=3", *elsewhere]
     monkeypatch.setattr(metadata, "requires", lambda name: wanted)
     monkeypatch.setattr(metadata, "version", version)
-    checks = list(machine.check_packages())
+    checks = list(doctor.check_packages())
     states = {check.name: check.state for check in checks}
     assert states == {"package old": "warn", "package gone": "fail", "packages": "ok"}
     assert {check.hint for check in checks if check.hint} == {"pip install 'old>=1'", "pip install 'gone>=3'"}
@@ -55,9 +54,9 @@ def test_packages_are_held_against_the_tested_ranges(monkeypatch: pytest.MonkeyP
 def test_the_sandbox_says_how_programs_are_confined(
     problem: str | None, landlock: int, state: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "namespace_problem", lambda: problem)
-    monkeypatch.setattr(machine, "landlock_version", lambda: landlock)
-    check = machine.check_sandbox()
+    monkeypatch.setattr(doctor, "namespace_problem", lambda: problem)
+    monkeypatch.setattr(doctor, "landlock_version", lambda: landlock)
+    check = doctor.check_sandbox()
     assert check.state == state
     assert found in check.found
 
@@ -66,17 +65,17 @@ def test_a_taken_port_fails() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        check = machine.check_port(EngineConfig(port=taken.getsockname()[1]))
+        check = doctor.check_port(EngineConfig(port=taken.getsockname()[1]))
     assert check.state == "fail"
     assert "--port 0" in check.hint
-    assert machine.check_port(EngineConfig()).state == "ok"
+    assert doctor.check_port(EngineConfig()).state == "ok"
 
 
 @pytest.mark.parametrize(("free", "state"), [(2**40, "ok"), (5 * 2**30, "warn"), (2**20, "fail")])
 def test_disk_space_is_told(free: int, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": free})
     monkeypatch.setattr("shutil.disk_usage", lambda place: usage)
-    check = machine.check_disk(str(tmp_path / "not" / "yet"))
+    check = doctor.check_disk(str(tmp_path / "not" / "yet"))
     assert check.state == state
     assert bool(check.hint) is (state != "ok")
 
@@ -86,15 +85,15 @@ def test_an_engine_with_a_venv_is_needed_by_its_flag_alone(
     name: Literal["sglang", "vllm"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"AGENTRL_{name.upper()}_VENV", str(tmp_path))
-    assert machine.check_engine_venv(name, EngineConfig()).state == "ok"
-    failed = machine.check_engine_venv(name, EngineConfig(engine=name))
+    assert doctor.check_engine_venv(name, EngineConfig()).state == "ok"
+    failed = doctor.check_engine_venv(name, EngineConfig(engine=name))
     assert failed.state == "fail"
     assert f"scripts/setup_{name}.sh" in failed.hint
 
 
 def test_a_torch_that_does_not_import_fails_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_TORCH_PROBE", "raise ImportError('libtorch is broken')")
-    check = machine.check_torch()
+    monkeypatch.setattr(doctor, "_TORCH_PROBE", "raise ImportError('libtorch is broken')")
+    check = doctor.check_torch()
     assert check.state == "fail"
     assert "libtorch is broken" in check.found
 
@@ -106,9 +105,9 @@ def test_a_torch_that_does_not_import_fails_with_its_reason(monkeypatch: pytest.
 def test_torch_is_held_against_the_gpu(
     answer: str, gpu: bool, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_TORCH_PROBE", f"print({answer!r})")
-    monkeypatch.setattr(machine, "has_gpu", lambda: gpu)
-    assert machine.check_torch().state == state
+    monkeypatch.setattr(doctor, "_TORCH_PROBE", f"print({answer!r})")
+    monkeypatch.setattr(doctor, "has_gpu", lambda: gpu)
+    assert doctor.check_torch().state == state
 
 
 def parsed(*words: str) -> Configs:
@@ -119,18 +118,18 @@ def test_the_gpus_are_divided_as_launch_does(monkeypatch: pytest.MonkeyPatch) ->
     configs = parsed("--train_gpus", "0-1")
     eight = Gpus(names=tuple("01234567"), kind="NVIDIA H100", memory_gib=(79.1,) * 8)
     monkeypatch.setattr(placement, "find_gpus", lambda environment: eight)
-    check = machine.check_gpus(configs)
+    check = doctor.check_gpus(configs)
     assert (check.state, check.hint) == ("ok", "")
     assert "8 GPUs (NVIDIA H100, 79.1 GiB): trainer on 0-1; 6 engines on 2, 3" in check.found
     monkeypatch.setattr(placement, "find_gpus", lambda environment: None)
-    assert machine.check_gpus(configs).state == "fail"
-    assert machine.check_gpus(parsed()).found == "none: all processes run on the CPU"
+    assert doctor.check_gpus(configs).state == "fail"
+    assert doctor.check_gpus(parsed()).found == "none: all processes run on the CPU"
 
 
 def test_gpus_that_torch_does_not_see_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "has_gpu", lambda: True)
     monkeypatch.setattr(placement, "_probe", lambda environment: (False, []))
-    check = machine.check_gpus(parsed())
+    check = doctor.check_gpus(parsed())
     assert check.state == "warn"
     assert "torch sees no GPU" in check.found
 

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 from chat_models import KEEPS_ALL, RESULTS_BEHIND_CALLS, write_model
 
-from agentrl.cli.doctor.machine import Check
-from agentrl.cli.doctor.services import (
+from agentrl.config.schema import ModelConfig, RunConfig, SamplingConfig, ToolConfig
+from agentrl.errors import StoreError
+from agentrl.lab.server import ServerInfo
+from agentrl.local.doctor import (
+    Check,
     check_agent_config,
     check_mongod,
     check_tools,
@@ -20,9 +23,6 @@ from agentrl.cli.doctor.services import (
     run_checks,
     server_checks,
 )
-from agentrl.config.schema import ModelConfig, RunConfig, SamplingConfig, ToolConfig
-from agentrl.errors import StoreError
-from agentrl.store.admin.server import ServerInfo
 
 TODAY = date(2026, 11, 22)
 
@@ -54,7 +54,7 @@ def test_the_embedded_server_needs_its_binary(
     def gone() -> Path:
         raise StoreError("no mongod is installed", hint="pip install it")
 
-    monkeypatch.setattr("agentrl.store.embedded.server.choose_mongod", gone)
+    monkeypatch.setattr("agentrl.local.mongod.choose_mongod", gone)
     assert check_mongod(RunConfig(db_connection_string=uri)).state == state
 
 

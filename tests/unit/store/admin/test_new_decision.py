@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.store.admin.regroup import decided
+from agentrl.lab.regroup import decided
 from agentrl.store.groups import GroupOutcome
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.tools.mcp import stdio
-from agentrl.tools.mcp.stdio import LineReader, private_folder
-from agentrl.tools.specs import StdioSpec
+from agentrl.tools.config import StdioSpec
+from agentrl.tools.mcp import connection
+from agentrl.tools.mcp.connection import LineReader, private_folder
 
 
 async def lines_of(*chunks: bytes) -> list[bytes]:
@@ -32,16 +32,16 @@ async def test_lines_are_whole_however_they_arrive() -> None:
 async def test_a_line_that_is_too_long_becomes_the_error_of_its_request(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setattr(stdio, "MAX_MESSAGE_BYTES", 2**20)
+    monkeypatch.setattr(connection, "MAX_MESSAGE_BYTES", 2**20)
     result = {"content": [{"type": "text", "text": "x" * 3 * 2**20}]}
     answer = {"id": 7, "result": result} if where == "first" else {"result": result, "id": 7}
     long, after = await lines_of(json.dumps(answer).encode() + b"\nnext\n")
-    message = stdio._parse(long)
+    message = connection._parse(long)
     assert message is not None
     assert message.message.id == 7  # type: ignore[union-attr]
     assert "longer than 1 MiB" in message.message.error.message  # type: ignore[union-attr]
     assert after == b"next\n"
-    assert stdio._parse(after) is None
+    assert connection._parse(after) is None
 
 
 def test_a_private_folder_is_new_for_each_process_and_deleted() -> None:

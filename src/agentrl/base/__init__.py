@@ -1,0 +1,1 @@
+"""What knows nothing of AgentRL but its errors: processes, folders, settings, HTTP, registries, spans."""

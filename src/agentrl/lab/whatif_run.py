@@ -1,0 +1,350 @@
+"""Train the stored steps of a run again, as a child of it; no engine and no sampler is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from agentrl.base.permissions import allow
+from agentrl.config.flags import require
+from agentrl.config.load import Configs
+from agentrl.config.schema import GroupConfig, ModelConfig, RunConfig, TrainConfig
+from agentrl.data.planner import build_micro_batches
+from agentrl.data.stream import StepData
+from agentrl.distributed.mesh import is_first_rank
+from agentrl.documents.model_call import unpack_floats, unpack_halves
+from agentrl.documents.run import PARENT, Relative, RunSettings
+from agentrl.documents.task import scorer_weights
+from agentrl.documents.training import Checkpoint, TokenStatistics, TrainStep, readable_checkpoints
+from agentrl.errors import ConfigError, TrainingError
+from agentrl.lab.flags import WhatIfConfig, changes, child_configs, parent_configs
+from agentrl.lab.recorded import ORDER_SEED, require_data
+from agentrl.lab.rescore import SCORER
+from agentrl.losses.compute import Denominators
+from agentrl.losses.settings import LossSettings, check_loss
+from agentrl.scoring.groups import ESTIMATORS, GROUP_FILTERS
+from agentrl.scoring.scorers import require_scorer
+from agentrl.store.client import Store, open_existing, open_store, run_exists
+from agentrl.store.mechanics.connection import RECORD
+from agentrl.train import checkpoint
+from agentrl.train.start import LeadIn, run_trainer
+from agentrl.train.step import StepLoss
+from agentrl.weights.folder import base_folder
+
+Floats = NDArray[np.float32]
+
+
+def token_weights(
+    batch: StepData, stored: Mapping[str, TokenStatistics], settings: LossSettings, vocab_size: int
+) -> dict[str, Floats]:
+    """Return {record: −∂loss/∂log πθ} of the tokens that a step trained, float32[T] in the order of spans.
+
+    Above 0, the update makes the token more likely. ``stored`` are the step's statistics by record;
+    trajectories without some are left out. The KL to a reference and the entropy bonus are not counted.
+    Empty for a loss that compares trajectories, whose tokens have no weight of their own.
+    """
+    if settings.loss.compares:
+        return {}
+    settings = replace(settings, kl_coef=0.0, kl_estimator="weighted_k3", entropy_coef=0.0)
+    data = [
+        item
+        for item in batch.data
+        if item.id in stored and len(stored[item.id].log_ratios) == 2 * item.trainable_tokens
+    ]
+    if not data:
+        return {}
+    whole = Denominators(sum(item.trainable_tokens for item in batch.data), float(len(batch.data)))
+    loss = StepLoss(settings, whole, sum(item.tokens for item in batch.data))
+    logprobs = [
+        unpack_floats(item.behavior_logprobs) + unpack_halves(stored[item.id].log_ratios) for item in data
+    ]
+    weights = {item.id: np.zeros(item.trainable_tokens, np.float32) for item in data}
+    forests = build_micro_batches(
+        data, sum(item.tokens for item in data), vocab_size=vocab_size, merging="trajectory", ages=batch.ages
+    )
+    for forest in forests:
+        places = list(zip(forest.trajectory[forest.row].tolist(), forest.label.tolist(), strict=True))
+        values = torch.tensor([logprobs[number][label] for number, label in places], requires_grad=True)
+        loss.add(forest, values, torch.zeros(len(places))).backward()  # type: ignore[no-untyped-call]
+        assert values.grad is not None
+        for (number, label), gradient in zip(places, values.grad.tolist(), strict=True):
+            weights[data[number].id][label] = -gradient
+    return weights
+
+
+logger = logging.getLogger(__name__)
+
+_OTHER_RANKS_SECONDS = 300.0
+"""How long the other ranks wait until rank 0 has begun the child."""
+_COMPARED = ("loss", "grad_norm", "lr", "kl_k3", "entropy", "reward")
+"""Metrics of a step that do not depend on the time that it takes."""
+
+
+def train_again(parent: str, child: str | None, here: Configs) -> str:
+    """Train stored steps of the run ``parent`` with the flags that are given in ``here``; return the child.
+
+    ``here`` has a WhatIfConfig too. ``child`` is its name; None: the next free one. The steps between the
+    parent's checkpoint and the first one are trained before, with the parent's flags. Every rank of a launch
+    calls it; a second call goes on. Writes nothing of the parent but the note of its child. Raises
+    ConfigError for steps that the parent does not have and for a child with other settings, TrainingError if
+    data of the steps are gone.
+    """
+    begun = asyncio.run(_begin(parent, child, here))
+    if begun.threads not in (None, torch.get_num_threads()):
+        logger.info("computes with the threads of %s's trainer: %d", parent, begun.threads)
+        torch.set_num_threads(begun.threads)
+    relative = begun.relative
+    run_trainer(begun.child, LeadIn(begun.parent, relative.since - 1) if begun.lacks_lead_in else None)
+    is_same = not relative.changed and not relative.without
+    asyncio.run(_report_equality(begun, relative.steps[-1] if is_same else relative.since - 1))
+    return begun.child[RunConfig].run_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Begun:
+    """A child that may be trained."""
+
+    relative: Relative
+    parent: Configs
+    """The parent's flags, in the child's folder and database."""
+    child: Configs
+    threads: int | None
+    """Those of the parent's trainer; None: it has not stored them."""
+    lacks_lead_in: bool
+    """Whether steps before the first one are still to be trained as the parent trained them."""
+
+
+async def _begin(parent_name: str, child_name: str | None, here: Configs) -> _Begun:
+    """Begin the child, or find it begun with the same settings."""
+    run = replace(here[RunConfig], run_name=parent_name)
+    async with await open_existing(run) as source:
+        steps, stored = await _trained_steps(source), await stored_flags(source)
+        roots = await _roots(source, stored.values)
+        parent = parent_configs(stored.values, stored.given, here)
+        child = child_configs(parent, here)
+        _require_usable(child, here.given)
+        wanted = _wanted(parent_name, here[WhatIfConfig], steps, roots, parent, child)
+        name = child_name or await _free_name(source, run, wanted)
+        own = {"run_name": name, "output_dir": run.output_dir or f"output/{name}"}
+        parent, child = parent.with_flags(own), child.with_flags(own)
+        if is_first_rank():
+            left = [step for step in steps if wanted.step < step.step <= wanted.steps[-1]]
+            await _require_records(source, wanted.without)
+            await require_data(source, left, frozenset(wanted.without))
+            await _begin_child(source, wanted, child)
+        relative = await _await_child(source, wanted, name)
+    async with await open_store(child[RunConfig]) as store:
+        lacks = await _lacks_lead_in(store, relative, parent)
+    return _Begun(relative=relative, parent=parent, child=child, threads=stored.threads, lacks_lead_in=lacks)
+
+
+def _wanted(
+    run_name: str,
+    flags: WhatIfConfig,
+    steps: Sequence[TrainStep],
+    roots: Sequence[Path],
+    parent: Configs,
+    child: Configs,
+) -> Relative:
+    """Return what the child is to its parent. Raises ConfigError for steps that the parent does not have."""
+    first, last = flags.first_and_last or (1, steps[-1].step)
+    require(
+        last <= steps[-1].step,
+        f"--steps ends with {last}, and run {run_name!r} has trained {steps[-1].step} steps",
+        f"give steps up to {steps[-1].step}",
+    )
+    changed = changes(parent, child, LossSettings.of_run(child))
+    if flags.scorer is not None:
+        allow(scorer_weights(flags.scorer))
+        require_scorer(flags.scorer)
+        changed[SCORER] = [None, flags.scorer]
+    if flags.order_seed:
+        changed[ORDER_SEED] = [0, flags.order_seed]
+    found = _newest_below(roots, steps, first - 1, parent)
+    return Relative(
+        id=PARENT,
+        run=run_name,
+        kind="whatif",
+        step=0 if found is None else found.state.step,
+        checkpoint="" if found is None else str(found.folder.resolve()),
+        steps=(first, last),
+        since=first,
+        without=tuple(sorted(flags.excluded)),
+        changed=changed,
+    )
+
+
+def _require_usable(child: Configs, given: Collection[str]) -> None:
+    """Raise ConfigError for flags with which no step could be trained, before the child is begun."""
+    check_loss(child, given)
+    require(
+        "max_staleness" not in given or child[TrainConfig].staleness_policy != "drop",
+        "--max_staleness with --staleness_policy drop: a stored step is trained whole, whatever its ages are",
+        "add --staleness_policy mask or decay, or leave it out",
+    )
+    groups = child[GroupConfig]
+    if "advantage" in given:
+        ESTIMATORS.get(groups.advantage)
+    if "group_filter" in given and groups.group_filter is not None:
+        GROUP_FILTERS.get(groups.group_filter)
+
+
+async def _require_records(source: Store, names: Sequence[str]) -> None:
+    """Raise ConfigError for names of ``--without`` that neither the run nor an ancestor has."""
+    missing = sorted(set(names).difference(await source.records.origins(names)))
+    unknown = [name for name in missing if await source.ancestry.holder(RECORD, name) is None]
+    require(
+        not unknown,
+        f"--without names {len(unknown)} Records that run {source.run_name!r} does not have, such as"
+        f" {next(iter(unknown), '')!r}",
+        f"`agentrl audit records --run_name {source.run_name}` lists them; write one `_id` a line",
+    )
+
+
+async def _trained_steps(source: Store) -> list[TrainStep]:
+    """Return the committed steps of a run; ConfigError for a run without one, and for a what-if."""
+    parent = await source.ancestry.parent()
+    if parent is not None and parent.kind == "whatif":
+        flags = " ".join(f"--{name} {new}" for name, (_, new) in parent.changed.items())
+        raise ConfigError(
+            f"run {source.run_name!r} is a what-if itself: its data are those of {parent.run}",
+            hint=f"train {parent.run}'s steps again: agentrl whatif {parent.run} {flags}".rstrip(),
+        )
+    steps = await source.steps.find()
+    if not steps:
+        raise ConfigError(
+            f"run {source.run_name!r} has no trained step", hint="agentrl runs lists the runs and their steps"
+        )
+    return steps
+
+
+async def stored_flags(source: Store) -> RunSettings:
+    """Return the flags of a run's trainer, with the rules of its groups as its samplers had them."""
+    found = (await source.settings.resolved()).get("train")
+    if found is None:
+        raise ConfigError(
+            f"run {source.run_name!r} does not hold the flags of its trainer",
+            hint="a run keeps them since its trainer first started; train it with this version of AgentRL",
+        )
+    groups = (await source.settings.all()).get("groups")
+    return found if groups is None else replace(found, values=found.values | groups.values)
+
+
+async def _roots(source: Store, flags: Mapping[str, Any]) -> list[Path]:
+    """Return the folders that may hold a checkpoint of the parent's weights."""
+    output = Path(str(flags.get("output_dir") or f"output/{source.run_name}"))
+    ancestors = [Path(each.checkpoint).parent for each in await source.ancestry.lineage() if each.checkpoint]
+    return [output, *ancestors]
+
+
+def _newest_below(
+    roots: Sequence[Path], steps: Sequence[TrainStep], step: int, configs: Configs
+) -> Checkpoint | None:
+    """Return the newest checkpoint up to ``step`` with none but ``steps``; None: the base model."""
+    base = base_folder(configs[ModelConfig])
+    known = {item.id for item in steps}
+    found = [item for root in roots for item in readable_checkpoints(root) if item.state.step <= step]
+    alive = [item for item in found if known.issuperset(item.state.train_steps)]
+    newest = max(alive, key=lambda item: item.state.step, default=None)
+    return None if newest is None else checkpoint.of_parent(newest.folder, base)
+
+
+async def _free_name(source: Store, run: RunConfig, wanted: Relative) -> str:
+    """Return the name of the child that was begun with the same settings; else the next free one."""
+    for child in await source.ancestry.children():
+        if _is_same(child, wanted):
+            return child.run
+    number = 1
+    while await run_exists(replace(run, run_name=f"{source.run_name}_whatif_{number}")):
+        number += 1
+    return f"{source.run_name}_whatif_{number}"
+
+
+def _is_same(one: Relative, other: Relative) -> bool:
+    return (one.kind, one.steps, one.changed, one.without) == (
+        other.kind, other.steps, other.changed, other.without,
+    )  # fmt: skip
+
+
+async def _begin_child(source: Store, wanted: Relative, child: Configs) -> None:
+    """Create the child's database with the parent's settings. ConfigError if the name is another run's."""
+    name = child[RunConfig].run_name
+    async with await open_store(child[RunConfig]) as store:
+        begun = await store.ancestry.parent()
+        if begun is not None and begun.run == wanted.run and _is_same(begun, wanted):
+            return
+        is_used = any((await store.tasks.counts("train")).values()) or await store.steps.find(status=None)
+        if begun is not None or is_used:
+            raise ConfigError(
+                f"run {name!r} exists, and was not begun as this what-if of {wanted.run}",
+                hint=f"give another name; `agentrl status {name}` shows that run",
+            )
+        for item in (await source.settings.all()).values():
+            if item.id not in ("loss", "adapter", "rollouts"):  # its trainer stores these
+                new = {key: wanted.changed.get(key, [None, value])[1] for key, value in item.values.items()}
+                await store.settings.begin(item.id, new, "whatif")
+        await store.ancestry.begin(wanted)
+
+
+async def _await_child(source: Store, wanted: Relative, name: str) -> Relative:
+    """Return the child's note of its parent; ranks other than 0 wait until rank 0 has written it."""
+    try:
+        async with asyncio.timeout(_OTHER_RANKS_SECONDS):
+            while True:
+                found = await source.beside(name).ancestry.parent()
+                if found is not None and _is_same(found, wanted):
+                    return found
+                await asyncio.sleep(1.0)
+    except TimeoutError as error:
+        raise TrainingError(
+            f"rank 0 has not begun run {name!r} within {_OTHER_RANKS_SECONDS:g} s", hint="see its log"
+        ) from error
+
+
+async def _report_equality(begun: _Begun, last: int) -> None:
+    """Log whether the steps up to ``last``, trained as the parent's, have its metrics bit for bit."""
+    if not is_first_rank():
+        return
+    async with await open_store(begun.child[RunConfig]) as store:
+        own = {step.recorded.step: step for step in await store.steps.find() if step.recorded is not None}
+        steps = await store.beside(begun.relative.run).steps.find()
+    pairs = [(step, own[step.step]) for step in steps if step.step in own and step.step <= last]
+    for old, new in pairs:
+        for name in _COMPARED:
+            if old.metrics.get(name) != new.metrics.get(name):
+                logger.warning(
+                    "step %d is not the parent's bit for bit: %s is %s, and was %s. Another machine, another"
+                    " number of processes or another torch rounds otherwise",
+                    old.step, name, new.metrics.get(name), old.metrics.get(name),
+                )  # fmt: skip
+                return
+    if pairs:
+        logger.info("%d steps are those of %s bit for bit", len(pairs), begun.relative.run)
+
+
+async def _lacks_lead_in(store: Store, relative: Relative, configs: Configs) -> bool:
+    """Return whether steps before ``since`` are still to be trained: no checkpoint of the child has them."""
+    if relative.since <= relative.step + 1:
+        return False
+    steps = await store.steps.find(status=None)
+    run, base = configs[RunConfig], base_folder(configs[ModelConfig])
+    found = checkpoint.find(Path(run.output), "auto", steps, run_name=run.run_name, base=base)
+    held = set(() if found is None else found.state.train_steps)
+    own = (step.recorded.step for step in steps if step.id in held and step.recorded is not None)
+    if max(own, default=0) >= relative.since - 1:
+        return False
+    logger.info(
+        "steps %d-%d are trained before, as %s trained them: %s",
+        relative.step + 1, relative.since - 1, relative.run,
+        f"{relative.checkpoint} is its last checkpoint below" if relative.checkpoint
+        else "it has no checkpoint below, and they begin with the base model",
+    )  # fmt: skip
+    return True

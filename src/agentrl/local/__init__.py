@@ -1,0 +1,1 @@
+"""Wing: a run on one machine: the embedded mongod, the local engine, launch, quickstart, plan, doctor."""

@@ -1,0 +1,1 @@
+"""Wing: looking at runs: audit views, pictures of a run, the terminal's screens, the dashboard, notebooks."""

@@ -1,0 +1,286 @@
+"""The pages of all runs and of one: its health, its curves, also as files, its processes; managing it."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from http import HTTPStatus
+from typing import Any, NamedTuple, TypeGuard
+from urllib.parse import urlencode
+
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from agentrl.config.run import EngineListConfig
+from agentrl.documents.run import RunSettings
+from agentrl.documents.status import SHOWN_STATUSES, RecordStatus, ServiceStatus, TaskStatus
+from agentrl.errors import ConfigError, RunMissingError, StoreDeniedError, StoreError, StoreUnavailableError
+from agentrl.lab.dataset import write_parquet
+from agentrl.lab.runs import RunAdmin, rename_run
+from agentrl.observe.metric_definitions import definition_of
+from agentrl.screens.dashboard import serve
+from agentrl.screens.dashboard.charts import SMOOTHINGS, curves, evaluation_chart
+from agentrl.screens.dashboard.pages.compare import MAX_RUNS
+from agentrl.screens.dashboard.query import BadQueryError, checked_query, choice
+from agentrl.screens.dashboard.render import link, render
+from agentrl.screens.dashboard.stores import cache_of, open_run, pool_of, read_runs, reader_of, shared
+from agentrl.screens.findings import findings, mean_of_last, seconds_since_step, state
+from agentrl.screens.snapshot import TRAIN, RunSnapshot
+from agentrl.screens.views.pipelines import StepRow
+from agentrl.screens.views.runs import Runs
+from agentrl.store.client import Store
+
+_RUNS_SECONDS = 2.0
+_EVALUATIONS = 8
+_WORKING = (RecordStatus.CREATED, RecordStatus.RUNNING, RecordStatus.COMPLETED, RecordStatus.SCORING)
+
+
+@shared
+async def _run(request: Request) -> Response:
+    smoothing = choice(request.query_params, "smoothing", SMOOTHINGS, "0")
+    async with open_run(request) as store:
+        run = await reader_of(request, store).read()
+    wrong = findings(run)
+    word, color = state(run)
+    charts = curves(store.run_name, run.steps, SMOOTHINGS[smoothing])
+    evaluated = evaluation_chart(run.evaluations)
+    if not evaluated.empty:
+        charts.insert(1, evaluated)
+    return render(
+        request,
+        "run.html",
+        run=store.run_name,
+        section="",
+        live=True,
+        charts=bool(charts),
+        data=run,
+        family=_family(run),
+        at=run.at,
+        word=word,
+        color=color,
+        findings=wrong,
+        tiles=_tiles(run),
+        step_limit=_step_limit(run),
+        figures=charts,
+        smoothing=smoothing,
+        smoothings=SMOOTHINGS,
+        task_rows=_status_rows(run.tasks_by_split, [str(status) for status in TaskStatus]),
+        task_statuses=[str(status) for status in TaskStatus],
+        record_rows=_status_rows(run.records, SHOWN_STATUSES),
+        record_statuses=SHOWN_STATUSES,
+        engines=[
+            {"row": engine, "word": str(engine.status) if alive else "silent", "alive": alive}
+            for engine in run.engines
+            if engine.status is not ServiceStatus.STOPPED
+            for alive in [run.is_alive(engine)]
+        ],
+        evaluations=[
+            {
+                "item": item,
+                "score": item.total.get("score") or {},
+                "word": run.state_of(item),
+            }
+            for item in reversed(run.evaluations[-_EVALUATIONS:])
+        ],
+        configurations=[_configuration(item) for item in run.configurations],
+    )
+
+
+def _family(run: RunSnapshot) -> str:
+    """Return the query of the page that compares the run with its parent and its children."""
+    relatives = ([] if run.parent is None else [run.parent.run]) + [child.run for child in run.children]
+    return urlencode([("run", name) for name in [run.run_name, *relatives][:MAX_RUNS]])
+
+
+class _Tile(NamedTuple):
+    """One number at the top of the page; ``kind`` is the filter that shows it."""
+
+    name: str
+    value: Any
+    note: str = ""
+    kind: str = "number"
+    help: str = ""
+
+
+def _tiles(run: RunSnapshot) -> list[_Tile]:
+    last = run.steps[-1] if run.steps else None
+    metrics: Mapping[str, Any] = last.metrics if last else {}
+    records, claims = run.records.get(TRAIN, {}), sum(run.liveness.claims.values())
+    running = sum(records.get(status.value, 0) for status in _WORKING)
+    pass_rate = metrics.get("pass_rate")
+    return [
+        _Tile("Reward", metrics.get("reward"), "last step", help=definition_of("reward")),
+        _Tile("Pass rate", pass_rate, "last step", kind="percent", help=definition_of("pass_rate")),
+        _Tile("Step", last.step if last else 0, _step_limit(run)),
+        _Tile("Since the last step", seconds_since_step(run), kind="duration"),
+        _Tile("KL(μ‖π)", mean_of_last(run.steps, "kl_k3"), "last 5 steps"),
+        _Tile("Tokens/s", mean_of_last(run.steps, "tokens_per_second"), "trainer"),
+        _Tile("Samplers", len(run.liveness.claims), f"hold {claims:,}" if claims else ""),
+        _Tile("Engines", len(run.liveness.live_engines), "alive"),
+        _Tile("Trajectories", sum(records.values()), f"{running:,} running"),
+        _Tile("Wait for a score", run.liveness.waiting_for_score),
+    ]
+
+
+def _step_limit(run: RunSnapshot) -> str:
+    limit = run.flag("max_steps")
+    return f"of {limit:,}" if isinstance(limit, int) and limit > 0 else ""
+
+
+def _status_rows(counts: Mapping[str, Mapping[str, int]], statuses: Sequence[str]) -> list[dict[str, Any]]:
+    return [
+        {
+            "split": split,
+            "counts": [by_status.get(status, 0) for status in statuses],
+            "total": sum(by_status.values()),
+        }
+        for split, by_status in sorted(counts.items())
+    ]
+
+
+def _configuration(item: RunSettings) -> dict[str, Any]:
+    rest = [(name, value) for name, value in sorted(item.values.items()) if name not in item.given]
+    packages = sorted((item.packages or {}).items())
+    return {"item": item, "given": item.given_values, "rest": rest, "packages": packages}
+
+
+@shared
+async def _runs(request: Request) -> Response:
+    runs = await read_runs(request, _RUNS_SECONDS)
+    return render(request, "runs.html", live=True, runs=runs, alive=sum(run.alive for run in runs))
+
+
+def rows_of(steps: Sequence[StepRow]) -> list[dict[str, Any]]:
+    """Return a row per step with equal keys: its number, time, trajectories, and each metric as a float.
+
+    A metric that a step does not have is None. Metrics with keys of their own are left out.
+    """
+    names = sorted({name for step in steps for name, value in step.metrics.items() if _is_number(value)})
+    return [
+        {
+            "step": step.step,
+            "committed_at": None if step.committed_at is None else step.committed_at.isoformat(),
+            "policy_version": step.policy_version,
+            "trajectories": step.trajectories,
+            **{name: float(value) if _is_number(value := step.metrics.get(name)) else None for name in names},
+        }
+        for step in steps
+    ]
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+async def _csv(request: Request) -> Response:
+    async with open_run(request) as store:
+        rows = rows_of(await reader_of(request, store).steps())
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else ["step"])
+    writer.writeheader()
+    writer.writerows(rows)
+    return _file(text.getvalue().encode(), "text/csv; charset=utf-8", f"{store.run_name}.csv")
+
+
+async def _parquet(request: Request) -> Response:
+    async with open_run(request) as store:
+        rows = rows_of(await reader_of(request, store).steps())
+    content = io.BytesIO()
+    try:
+        await run_in_threadpool(write_parquet, rows, content)
+    except ConfigError as error:
+        raise HTTPException(HTTPStatus.NOT_IMPLEMENTED, f"{error.message}: {error.hint}") from error
+    return _file(content.getvalue(), "application/vnd.apache.parquet", f"{store.run_name}.parquet")
+
+
+def _file(content: bytes, media_type: str, name: str) -> Response:
+    headers = {"Content-Disposition": f'attachment; filename="{name}"', "Cache-Control": "no-store"}
+    return Response(content, media_type=media_type, headers=headers)
+
+
+_ALIVE_SECONDS = EngineListConfig().alive_seconds
+
+
+async def _manage(request: Request) -> Response:
+    async with open_run(request) as store:
+        admin = RunAdmin(store.connection)
+        remarks = await admin.remarks()
+        holders = await Runs(store.connection).holders(store.run_name, _ALIVE_SECONDS)
+        try:
+            folder, why_not = await admin.output_folder(), None
+        except ConfigError as error:
+            folder, why_not = None, error.message
+    token, cookie = serve.give_token(request)
+    response = render(
+        request, "manage.html", run=store.run_name, section="", csrf=token, remarks=remarks, holders=holders,
+        folder=folder, why_not=why_not,
+    )  # fmt: skip
+    serve.set_cookie(request, response, cookie)
+    return response
+
+
+async def _change(request: Request) -> Response:
+    form = await serve.posted_form(request)
+    action = choice(form, "action", ("describe", "rename", "delete"), "describe")
+    name = request.path_params["run"]
+    with checked_query(), _conflicts():
+        if action == "rename":
+            new = form.get("new_name", "").strip()
+            await rename_run(replace(pool_of(request).run, run_name=name), new, _ALIVE_SECONDS)
+            await pool_of(request).forget(name)
+            target = link("runs", new)
+        elif action == "delete":
+            async with open_run(request) as store:
+                await _delete(store, form)
+            await pool_of(request).forget(name)
+            target = link()
+        else:
+            async with open_run(request) as store:
+                await _describe(store, form)
+            target = link("runs", name)
+    cache_of(request).clear()
+    return RedirectResponse(target, HTTPStatus.SEE_OTHER)
+
+
+async def _describe(store: Store, form: Mapping[str, str]) -> None:
+    """Give the run the tags and the note of the form. Raises ConfigError."""
+    admin, wanted = RunAdmin(store.connection), set(form.get("tags", "").replace(",", " ").split())
+    tags = set((await admin.remarks()).tags)
+    await admin.tag(wanted - tags, tags - wanted)
+    await admin.note(form.get("note", ""))
+
+
+async def _delete(store: Store, form: Mapping[str, str]) -> None:
+    """Delete the run whose name the form repeats."""
+    if form.get("name", "") != store.run_name:
+        raise BadQueryError(f"to delete run {store.run_name!r}, write its name into the field")
+    admin = RunAdmin(store.connection)
+    await admin.require_ended(_ALIVE_SECONDS)
+    await admin.delete(await admin.output_folder() if form.get("folder") else None, _ALIVE_SECONDS)
+
+
+@contextmanager
+def _conflicts() -> Iterator[None]:
+    """Answer 409 where the state of a run forbids a change: it is live, or the name is taken."""
+    try:
+        yield
+    except (RunMissingError, StoreDeniedError, StoreUnavailableError):
+        raise
+    except StoreError as error:
+        raise HTTPException(HTTPStatus.CONFLICT, f"{error.message}: {error.hint}") from error
+
+
+routes = [
+    Route("/", _runs),
+    Route("/runs/{run}", _run),
+    Route("/runs/{run}/curves.csv", _csv),
+    Route("/runs/{run}/curves.parquet", _parquet),
+    Route("/runs/{run}/manage", _manage),
+    Route("/runs/{run}/manage", _change, methods=["POST"]),
+]

@@ -1,0 +1,366 @@
+"""Read one run for a screen: ``RunSnapshot`` has its processes, its steps, its counts and its settings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, TypeVar, cast
+
+from agentrl.base.concurrency import end_tasks
+from agentrl.config.load import Configs
+from agentrl.config.run import EngineConfig, EngineListConfig
+from agentrl.documents.run import (
+    Evaluation,
+    InferenceService,
+    Outage,
+    PolicyVersion,
+    Relative,
+    Retraction,
+    RunSettings,
+    TrainerLease,
+)
+from agentrl.documents.status import (
+    APPLIED_STEPS,
+    DataStatus,
+    EvaluationStatus,
+    StepStatus,
+    TaskStatus,
+    TrainerEnd,
+    VersionStatus,
+)
+from agentrl.lab.withdraw import Retractions
+from agentrl.screens.views.counts import Disk, FailureCount, Rates
+from agentrl.screens.views.pipelines import EngineRow, StepRow
+from agentrl.screens.views.runs import Activity, activity_of
+from agentrl.store.client import Store
+from agentrl.store.evaluations import SEEN_SECONDS
+from agentrl.store.services import Liveness
+
+LAST_VERSIONS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedVersion:
+    """One published version: its size, what it cost the trainer, and which engines have served it."""
+
+    version: int
+    step: int
+    encoding: str
+    """``full``, ``delta`` or ``adapter``; ``tensor`` or ``distributed`` in the trainer's memory alone."""
+    bytes: int
+    """Of its files; 0 in the trainer's memory."""
+    seconds_waited: float | None
+    """How long the trainer waited for it; None before the next step is committed."""
+    engines: int
+    """Engines that have loaded it."""
+    seconds_until_served: float | None
+    """From its publication to the last of those engines that serves it; None without one."""
+
+
+def published_versions(
+    versions: Sequence[PolicyVersion], steps: Sequence[StepRow], engines: Sequence[InferenceService]
+) -> list[PublishedVersion]:
+    """Return the published ones of ``versions``, in their order; ``steps`` are committed, oldest first."""
+    waited = {step.step: step.metric("seconds_publish") for step in steps}
+    return [
+        PublishedVersion(
+            version=version.id,
+            step=version.step,
+            encoding=version.live.kind if version.live and not version.files else version.encoding,
+            bytes=version.bytes,
+            # The metrics of a step are those of the last publication before it.
+            seconds_waited=waited.get(version.step + 1) if version.id > 0 else None,
+            engines=len(seconds),
+            seconds_until_served=max(seconds, default=None),
+        )
+        for version in versions
+        if version.status is VersionStatus.PUBLISHED
+        for seconds in [_seconds_until_served(version, engines)]
+    ]
+
+
+def _seconds_until_served(version: PolicyVersion, engines: Sequence[InferenceService]) -> list[float]:
+    """Return the seconds of each engine. They are 0 if the trainer's clock is ahead of the server's."""
+    return [
+        max(0.0, (served.at - version.published_at).total_seconds())
+        for engine in engines
+        for served in engine.served
+        if served.version == version.id
+    ]
+
+
+TRAIN = "train"
+MAX_STEPS = 5000
+"""Steps that a curve shows; of a longer run, the last ones."""
+_PAST_OUTAGES = 5
+_RETRACTIONS, _TOMBSTONES = 10, 5
+_COUNT_SECONDS = 3.0
+_SLOW_SECONDS = 10.0
+_STALE_SECONDS = 30.0
+MAX_ENTRIES = 256
+"""Values that a cache keeps."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSnapshot:
+    """One run at the server's time ``at``: what the dashboard, ``agentrl status`` and ``audit run`` show."""
+
+    run_name: str
+    liveness: Liveness
+    lease: TrainerLease
+    steps: Sequence[StepRow]
+    """The committed ones, oldest first."""
+    planned: StepRow | None
+    """The step that the trainer works on."""
+    tasks: Mapping[tuple[str, int], Mapping[str, int]]
+    """(split, epoch) → status → Tasks."""
+    records: Mapping[str, Mapping[str, int]]
+    """split → status as people read it (``SHOWN_STATUSES``) → Records."""
+    data: Mapping[str, Mapping[str, int]]
+    """split → status → training data."""
+    quarantined_because: str | None
+    failures: Sequence[FailureCount]
+    """Failed attempts by kind, the most frequent first, then groups."""
+    rates: Rates
+    engines: Sequence[EngineRow]
+    versions: Sequence[PublishedVersion]
+    """The newest published versions, newest first."""
+    past_outages: Sequence[Outage]
+    """What was down, the latest first."""
+    evaluations: Sequence[Evaluation]
+    """Oldest first."""
+    settings: Sequence[RunSettings]
+    """The settings that the processes of the run agree on."""
+    configurations: Sequence[RunSettings]
+    """The resolved configuration of each role."""
+    disk: Disk
+    parent: Relative | None = None
+    """Where it begins in another run."""
+    children: Sequence[Relative] = ()
+    retractions: Sequence[tuple[Retraction, Sequence[str]]] = ()
+    """The newest retractions, newest first, each with the ids of its first tombstones."""
+
+    @property
+    def at(self) -> datetime:
+        """The server's time."""
+        return self.liveness.at
+
+    @property
+    def empty(self) -> bool:
+        """Whether the database holds nothing of a run."""
+        return not (self.tasks or self.records or self.engines or self.steps or self.planned)
+
+    @property
+    def trainer_alive(self) -> bool:
+        """Whether a trainer holds the lease, by the server's clock."""
+        return self.lease.is_held(self.at)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last trainer reached ``--max_steps`` or the end of the data."""
+        return not self.trainer_alive and self.lease.ended is TrainerEnd.FINISHED
+
+    @property
+    def activity(self) -> Activity:
+        """What the run does now."""
+        return activity_of(
+            trainer=self.trainer_alive, samplers=bool(self.liveness.claims),
+            engines=bool(self.liveness.live_engines), ended=self.lease.ended,
+        )  # fmt: skip
+
+    @property
+    def tasks_by_split(self) -> dict[str, dict[str, int]]:
+        """Split → status → Tasks of all epochs."""
+        counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        for (split, _), by_status in self.tasks.items():
+            for status, count in by_status.items():
+                counts[split][status] += count
+        return {split: dict(by_status) for split, by_status in counts.items()}
+
+    @property
+    def queues(self) -> dict[str, int]:
+        """What waits between the processes of the train split: groups as tasks, else trajectories."""
+        tasks, data = self.tasks_by_split.get(TRAIN, {}), self.data.get(TRAIN, {})
+        return {
+            **{f"tasks_{status.value}": tasks.get(status.value, 0) for status in TaskStatus},
+            "waiting_for_score": self.liveness.waiting_for_score,
+            **{
+                f"data_{status.value}": data.get(status.value, 0)
+                for status in (DataStatus.READY, DataStatus.PLANNED, DataStatus.TRAINED)
+            },
+        }
+
+    def is_alive(self, engine: EngineRow) -> bool:
+        """Return whether an engine is neither stopped nor silent."""
+        return engine.id in {live.id for live in self.liveness.live_engines}
+
+    def state_of(self, evaluation: Evaluation) -> str:
+        """Return the status of an evaluation as people read it."""
+        silent = (self.at - evaluation.seen_at).total_seconds() > SEEN_SECONDS
+        if silent and evaluation.status is EvaluationStatus.RUNNING:
+            return "lost: its process is silent"
+        return str(evaluation.status)
+
+    def flag(self, name: str) -> Any:
+        """Return the value of a flag in the first stored configuration that has it; None without one."""
+        return _flag(self.configurations, name)
+
+
+class Cache:
+    """Values by key. Callers that ask for a key while it is being read wait for the same read."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[Hashable, tuple[float, object]] = OrderedDict()
+        self._reads: dict[Hashable, asyncio.Task[object]] = {}
+
+    async def get(
+        self, key: Hashable, seconds: float, read: Callable[[], Awaitable[T]], *, stale: float = 0.0
+    ) -> T:
+        """Return the value of ``key``, read anew if it is older than ``seconds``. An error is not kept.
+
+        A value that is older by up to ``stale`` seconds is returned at once, while it is read anew.
+        """
+        kept = self._values.get(key)
+        if kept is not None and time.monotonic() - kept[0] <= seconds:
+            self._values.move_to_end(key)
+            return cast("T", kept[1])
+        reading = self._reads.get(key)
+        if reading is None:
+            reading = asyncio.create_task(self._read(key, read), name="cached-read")
+            self._reads[key] = reading
+            reading.add_done_callback(_retrieve)
+        if kept is not None and time.monotonic() - kept[0] <= seconds + stale:
+            return cast("T", kept[1])
+        return cast("T", await asyncio.shield(reading))
+
+    def peek(self, key: Hashable) -> object | None:
+        """Return the value of ``key`` of any age; None without one."""
+        kept = self._values.get(key)
+        return None if kept is None else kept[1]
+
+    def clear(self) -> None:
+        """Forget every value, after a change that all readers must see."""
+        self._values.clear()
+
+    async def close(self) -> None:
+        """Cancel the reads that go on."""
+        await end_tasks(*self._reads.values())
+
+    async def _read(self, key: Hashable, read: Callable[[], Awaitable[object]]) -> object:
+        try:
+            value = await read()
+            self._values[key] = (time.monotonic(), value)
+            self._values.move_to_end(key)
+            while len(self._values) > MAX_ENTRIES:
+                self._values.popitem(last=False)
+            return value
+        finally:
+            self._reads.pop(key, None)
+
+
+def _retrieve(reading: asyncio.Task[object]) -> None:
+    """Mark the error of a read as seen: the next caller reads again, and gets it."""
+    if not reading.cancelled():
+        reading.exception()
+
+
+class SnapshotReader:
+    """Reads snapshots of a run. Its cache keeps committed steps, and each count for some seconds."""
+
+    def __init__(self, store: Store, cache: Cache | None = None) -> None:
+        self._store = store
+        self._cache = Cache() if cache is None else cache
+
+    async def read(self, alive_seconds: float | None = None) -> RunSnapshot:
+        """Return the run as it is now.
+
+        An engine is dead without a heartbeat for ``alive_seconds``, by default five of the run's intervals.
+        """
+        store, counts = self._store, self._store.counts
+        resolved = await self._cached("configurations", store.settings.resolved, _SLOW_SECONDS)
+        configurations = list(resolved.values())
+        if alive_seconds is None:
+            alive_seconds = _alive_seconds(configurations)
+        liveness = await store.services.liveness(TRAIN, alive_seconds)
+        reads: dict[str, Awaitable[Any]] = {
+            "lease": store.trainer_lease.read(),
+            "steps": self.steps(),
+            "planned": self._planned(),
+            "tasks": self.tasks(),
+            "records": self._cached("records", counts.records, stale=_STALE_SECONDS),
+            "data": self._cached("data", counts.data, stale=_STALE_SECONDS),
+            "quarantined_because": counts.quarantined_because(),
+            "failures": self._cached("failures", counts.failures, _SLOW_SECONDS, _STALE_SECONDS),
+            "rates": self._cached("rates", lambda: counts.rates(liveness.at)),
+            "engines": self._cached("engines", store.views.engines),
+            "versions": self._cached("versions", lambda: store.policy_versions.published(LAST_VERSIONS)),
+            "past_outages": store.outages.past(_PAST_OUTAGES),
+            "evaluations": self._cached("evaluations", store.evaluations.all),
+            "settings": self._cached("settings", store.settings.all, _SLOW_SECONDS),
+            "disk": self._cached("disk", counts.disk, _SLOW_SECONDS),
+            "parent": self._cached("parent", store.ancestry.parent, _SLOW_SECONDS),
+            "children": self._cached("children", store.ancestry.children, _SLOW_SECONDS),
+            "retractions": self._cached(
+                "retractions",
+                lambda: Retractions(store.connection).newest(_RETRACTIONS, _TOMBSTONES),
+                _SLOW_SECONDS,
+            ),
+        }
+        parts = dict(zip(reads, await asyncio.gather(*reads.values()), strict=True))
+        parts["settings"] = list(parts["settings"].values())
+        parts["versions"] = published_versions(parts["versions"], parts["steps"], liveness.engines)
+        return RunSnapshot(run_name=store.run_name, liveness=liveness, configurations=configurations, **parts)
+
+    async def steps(self) -> list[StepRow]:
+        """Return the committed steps, oldest first. Only new ones are read: a committed step is final.
+
+        A trainer that resumes from a checkpoint undoes steps; then all are read again.
+        """
+        known = cast("list[StepRow] | None", self._cache.peek(("steps", self._store.run_name))) or []
+
+        async def read() -> list[StepRow]:
+            steps = self._store.views.steps
+            if known:
+                newer = await steps(status=APPLIED_STEPS, after=known[-1].step - 1, last=MAX_STEPS)
+                if newer and newer[0].id == known[-1].id:
+                    return [*known[:-1], *newer]
+            return await steps(status=APPLIED_STEPS, last=MAX_STEPS)
+
+        return await self._cached("steps", read, 0.5)
+
+    async def tasks(self) -> dict[tuple[str, int], dict[str, int]]:
+        """Return (split, epoch) → status → Tasks."""
+        return await self._cached("tasks", self._store.counts.tasks, stale=_STALE_SECONDS)
+
+    async def _planned(self) -> StepRow | None:
+        unfinished = (StepStatus.PLANNING, StepStatus.PLANNED)
+        steps = await self._store.views.steps(status=unfinished, last=1)
+        return steps[-1] if steps else None
+
+    async def _cached(
+        self, name: str, read: Callable[[], Awaitable[T]], seconds: float = _COUNT_SECONDS, stale: float = 0.0
+    ) -> T:
+        return await self._cache.get((name, self._store.run_name), seconds, read, stale=stale)
+
+
+def stated_alive_seconds(configs: Configs) -> float | None:
+    """Return the age of a heartbeat above which an engine is dead, if ``--heartbeat_seconds`` was given."""
+    return configs[EngineConfig].alive_seconds if "heartbeat_seconds" in configs.given else None
+
+
+def _flag(configurations: Sequence[RunSettings], name: str) -> Any:
+    given = (configuration.values.get(name) for configuration in configurations)
+    return next((value for value in given if value is not None), None)
+
+
+def _alive_seconds(configurations: Sequence[RunSettings]) -> float:
+    """Return the age of a heartbeat above which an engine of the run is dead."""
+    seconds = _flag(configurations, "heartbeat_seconds")
+    if isinstance(seconds, int | float) and seconds > 0:
+        return EngineListConfig(heartbeat_seconds=float(seconds)).alive_seconds
+    return EngineListConfig().alive_seconds

@@ -1,0 +1,292 @@
+"""Show trajectories on a terminal: a list, and one turn by turn with its branches, tools and harness."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.text import Text
+
+from agentrl.data.trajectory_tree import describe_share, mask_reason
+from agentrl.documents.base import now
+from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, strip_tool_results
+from agentrl.documents.record import CommandRun, Ending, HarnessRun, Record
+from agentrl.documents.status import CallStatus
+from agentrl.observe.terminal import MISSING, age, clean, excerpt, fixed, plain, table_of, versions
+from agentrl.screens.turns import beginning_of, branch_views, condensed_note
+from agentrl.screens.views.pipelines import TrajectoryRow
+from agentrl.screens.views.read import WholeTrajectory
+
+_TRAINED_SPLITS = ("train", "try")
+"""Splits whose trajectories are trained, and that of ``agentrl try``, whose task would be."""
+_FILES = 20
+_FILE_CHARACTERS = 400
+_ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+
+
+def render_rows(
+    rows: Sequence[TrajectoryRow], *, order: str = "newest", with_step: bool = False
+) -> RenderableType:
+    """Return a table of trajectories: state, reason, answer, score, length, policy versions.
+
+    ``with_step`` adds the age of the oldest token when a step trained it, in steps.
+    """
+    at = now()
+    return table_of(
+        f"{len(rows)} Records, {order} first", rows,
+        ("id", lambda row: row.id),
+        ("status", lambda row: row.shown_status),
+        ("why", _reason),
+        ("answer", lambda row: excerpt(MISSING if row.final_answer is None else row.final_answer, 30)),
+        ("score", lambda row: fixed(row.score)),
+        ("advantage", lambda row: fixed(row.advantage, sign=True)),
+        ("turns", lambda row: row.turns),
+        ("tokens", lambda row: row.generated_tokens),
+        ("versions", lambda row: versions(row.min_version, row.max_version)),
+        *([("stale", lambda row: MISSING if row.staleness is None else row.staleness)] if with_step else []),
+        ("created", lambda row: age(row.created_at, at)),
+        text=4,
+    )  # fmt: skip
+
+
+def _reason(row: TrajectoryRow) -> str:
+    if row.quarantined_because is not None:
+        return excerpt(f"quarantined: {row.quarantined_because}", 90)
+    if row.failure:
+        return excerpt(f"{row.failure.kind}: {row.failure.message}", 60)
+    return excerpt(row.abandoned_because or row.stop_reason or "", 60)
+
+
+def render_trajectory(trajectory: WholeTrajectory) -> RenderableType:
+    """Return the page of one trajectory. Text of a model or a tool is cleaned of control characters."""
+    record, calls = trajectory.record, trajectory.calls
+    by_id = {call.id: call for call in calls}
+    parts: list[RenderableType] = [_header(record, calls, trajectory.trained_at_steps)]
+    parts += _branches(record, calls)
+    for call in calls:
+        parts += _turn(call, by_id.get(call.parent) if call.parent else None, _call_notes(call, record))
+    if record.harness is not None:
+        parts += _harness(record.harness)
+    parts += _ending(record, calls)
+    parts += _reported_reward(record)
+    parts += _history(trajectory.failures)
+    return Group(*parts)
+
+
+def _header(record: Record, calls: Sequence[DispatchedSamplingTask], trained_at_steps: Sequence[int]) -> Text:
+    steps = ", ".join(map(str, trained_at_steps))
+    ended_at = record.failure.at if record.failure else record.first_scored_at or record.completed_at
+    lines = [
+        f"task {record.task} · trajectory {record.traj_id} · attempt {record.attempt} · epoch {record.epoch}"
+        f" · by {record.owner or 'nobody'} · {record.created_at:%Y-%m-%d %H:%M:%S} UTC"
+        f" · {fixed(_seconds(record.created_at, ended_at), 1)} s",
+        f"{record.turns} turns · {record.tool_calls} tool calls · {record.context_resets} context resets"
+        f" · {record.generated_tokens} generated tokens · last prompt {record.prompt_tokens} tokens"
+        f" · policy version {versions(record.min_version, record.max_version)}",
+        f"model calls {sum(call.generate_seconds for call in calls):.2f} s"
+        f" · tools {sum(call.tool_seconds for call in calls):.2f} s"
+        f" · scoring {fixed(_seconds(record.completed_at, record.first_scored_at), 2)} s",
+        f"advantage {fixed(record.advantage, sign=True)} · "
+        + (f"trained at step {steps}" if steps else "not trained"),
+    ]
+    if record.trace_id is not None:
+        lines.append(f"trace {record.trace_id}")
+    header = plain(record.id, "bold")
+    header.append(f"  {record.shown_status.upper()}", style="bold")
+    header.append(f"  score {fixed(record.score)}\n", style="bold")
+    return header.append(clean("\n".join(lines)))
+
+
+def _seconds(begin: datetime | None, end: datetime | None) -> float | None:
+    """Return the seconds between two times, which two clocks may have given; None if one is unknown."""
+    return None if begin is None or end is None else max(0.0, (end - begin).total_seconds())
+
+
+def _turn(
+    call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None, notes: str
+) -> Iterator[RenderableType]:
+    spans = ", ".join(
+        str(span.version) if len(call.versions) == 1 else f"{span.version} [{span.start}, {span.end})"
+        for span in call.versions
+    )
+    role = f" · role {call.role}" if call.role else ""
+    if call.fixed is not None:
+        made = (
+            f"fixed model {call.fixed.model} · {call.fixed.prompt_tokens} prompt tokens"
+            f" + {call.fixed.completion_tokens} generated"
+        )
+    else:
+        made = (
+            f"version {spans or '–'} · {call.prompt_tokens} prompt tokens"
+            f" ({call.cached_tokens} cached) + {call.generated_tokens} generated"
+        )
+    title = f"turn {call.index + 1}{role} · {made} in {call.generate_seconds:.2f} s · {call.finish_reason}"
+    if call.status is not CallStatus.COMPLETED:
+        title += f" · {call.status}"
+    yield Rule(plain(title + notes), align="left", style="dim")
+    if (beginning := beginning_of(call)) is not None:
+        yield Text(beginning, style="dim italic")
+    for message in strip_tool_results(call.messages, parent.tool_executions if parent else ()):
+        if "execution" not in message:
+            yield from _message(message)
+    yield from _message({"role": "assistant", **call.response}, skip_calls=bool(call.tool_executions))
+    for execution in call.tool_executions:
+        yield from _execution(execution)
+    if call.error:
+        yield plain(f"  {call.error}", "red")
+    if call.fixed is None and (parameter := mask_reason(call)) is not None:
+        yield plain(f"  cannot be trained: sampled with {parameter}", "yellow")
+
+
+def _message(message: Mapping[str, Any], *, skip_calls: bool = False) -> Iterator[RenderableType]:
+    role = clean(message.get("role", "?"))
+    yield Text(role, style=f"bold {_ROLE_STYLES.get(role, '')}".strip())
+    reasoning = _content(message.get("reasoning_content"))
+    if reasoning.strip():
+        yield _indented(plain(reasoning.strip("\n"), "dim italic"))
+    content = _content(message.get("content"))
+    if content.strip():
+        yield _indented(plain(content.strip("\n")))
+    for call in () if skip_calls else message.get("tool_calls") or ():
+        function = call.get("function", call)
+        yield _indented(
+            plain(f"→ {function.get('name', '?')}({_arguments(function.get('arguments'))})", "yellow")
+        )
+
+
+def _execution(execution: ToolExecution) -> Iterator[RenderableType]:
+    yield _indented(plain(f"→ {execution.name}({_arguments(execution.arguments)})", "yellow"))
+    where = f" from {execution.server}" if execution.server else ""
+    what = "error" if execution.error else "result"
+    style = "red" if execution.error else "dim"
+    yield _indented(plain(f"← {what}{where} in {execution.seconds:.3f} s", style))
+    if (note := condensed_note(execution)) is not None:
+        yield _indented(plain(note, "yellow" if note.startswith("not ") else "dim"))
+    yield _indented(plain(execution.result), 4)
+
+
+def _branches(record: Record, calls: Sequence[DispatchedSamplingTask]) -> Iterator[RenderableType]:
+    """Yield the rule of training and a row for each branch, if the model calls form a tree of branches."""
+    is_tree = record.train_rule is not None or any(call.role or call.opens_branch for call in calls)
+    if not is_tree or not calls:
+        return
+    if record.train_rule is not None:
+        chosen = len(calls) - len(record.untrained_calls)
+        yield plain(f"train rule {record.train_rule}: it chooses {chosen} of {len(calls)} model calls")
+    yield table_of(
+        "Branches", enumerate(branch_views(record, calls), 1),
+        ("branch", lambda row: row[0]),
+        ("turns", lambda row: " ".join(map(str, row[1].turns))),
+        ("what", lambda row: row[1].what),
+        ("can train", lambda row: row[1].trained),
+        ("last request", lambda row: excerpt(row[1].request, 60)),
+        text=4,
+    )  # fmt: skip
+
+
+def _call_notes(call: DispatchedSamplingTask, record: Record) -> str:
+    """Return what the title of a turn says about its place in the tree."""
+    notes = []
+    before = call.parent or call.follows
+    if before is not None and before != f"{call.record}/{call.index - 1}":
+        notes.append(f"continues turn {int(before.rpartition('/')[2]) + 1}")
+    if call.index in record.untrained_calls:
+        notes.append("not trained")
+    return "".join(f" · {note}" for note in notes)
+
+
+def _reported_reward(record: Record) -> Iterator[RenderableType]:
+    """Yield the reward that the agent reported through its gateway, if any."""
+    reward = record.reported_reward
+    if reward is None:
+        return
+    by_call = sorted((int(call), value) for call, value in reward.turn_rewards.items())
+    calls = "".join(f", turn {call + 1} {value:+g}" for call, value in by_call)
+    details = f"  {_json(reward.details)}" if reward.details else ""
+    yield plain(f"reported   score {fixed(reward.score)} by the agent{calls}{details}")
+
+
+def _harness(harness: HarnessRun) -> Iterator[RenderableType]:
+    """Yield what the harness of a trajectory did. Its output is cleaned of control characters."""
+    if harness.run is not None:
+        yield from _command("harness", harness.run)
+    names = ", ".join(excerpt(name, 80) for name in harness.changed_files[:_FILES])
+    more = f" and {harness.changes - _FILES} more" if harness.changes > _FILES else ""
+    yield plain(f"{harness.changes} files changed{': ' if names else ''}{names}{more}")
+    if harness.diff:
+        yield _indented(plain(harness.diff.rstrip("\n")))
+    if harness.scoring is not None:
+        yield from _command("score command", harness.scoring)
+    for name, text in harness.files.items():
+        yield plain(f"{excerpt(name, 80)}: {excerpt(text, _FILE_CHARACTERS)}")
+
+
+def _command(title: str, run: CommandRun) -> Iterator[RenderableType]:
+    ended = f"{run.ended} · exit code {run.exit_code} · {run.seconds:.1f} s · {run.memory_mb:.0f} MiB"
+    yield Rule(Text(title), align="left", style="dim")
+    yield plain(ended, "" if run.ended is Ending.EXITED else "red")
+    outputs = (("stdout", run.stdout, run.stdout_bytes), ("stderr", run.stderr, run.stderr_bytes))
+    for name, text, size in outputs:
+        if text.strip():
+            yield plain(f"{name}, {size:,} bytes", "dim")
+            yield _indented(plain(text.rstrip("\n")))
+
+
+def _ending(record: Record, calls: Sequence[DispatchedSamplingTask]) -> Iterator[RenderableType]:
+    yield Rule(Text("end"), align="left", style="dim")
+    yield plain(f"stopped    {record.stop_reason or '–'}")
+    yield plain(f"answer     {'–' if record.final_answer is None else record.final_answer}", "bold")
+    yield plain(f"expected   {'–' if record.answer is None else record.answer}")
+    details = f"  {_json(record.score_details)}" if record.score_details else ""
+    yield plain(f"score      {fixed(record.score)}{details}")
+    if calls and record.split in _TRAINED_SPLITS:
+        share = describe_share(calls, record.train_rule, record.untrained_calls)
+        is_whole = "; not: " not in share
+        yield plain(f"tokens     {share}", "" if is_whole else "yellow")
+    if record.abandoned_because:
+        yield plain(f"abandoned  {record.abandoned_because}", "yellow")
+    if record.failure:
+        yield plain(f"failed     {record.failure.kind}: {record.failure.message}", "red")
+
+
+def _history(failures: Sequence[Record]) -> Iterator[RenderableType]:
+    """Yield a line for each failed attempt at the trajectory."""
+    if not failures:
+        return
+    yield Rule(Text("failed attempts at this trajectory"), align="left", style="dim")
+    for record in failures:
+        if record.failure is None:
+            continue
+        when, who = f"{record.failure.at:%Y-%m-%d %H:%M:%S} UTC", record.owner or "nobody"
+        why = f"{record.failure.kind}: {record.failure.message}"
+        yield plain(f"attempt {record.attempt}  {when}  by {who}  {why}")
+
+
+def _content(content: object) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        return "\n".join(
+            str(part["text"]) if isinstance(part, Mapping) and "text" in part else _json(part)
+            for part in content
+        )
+    return str(content)
+
+
+def _arguments(arguments: object) -> str:
+    if isinstance(arguments, Mapping):
+        return ", ".join(f"{excerpt(key, 80)}={_json(value)}" for key, value in arguments.items())
+    return "" if arguments is None else str(arguments)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _indented(text: Text, by: int = 2) -> Padding:
+    return Padding(text, (0, 0, 0, by), expand=False)

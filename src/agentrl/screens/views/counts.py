@@ -1,0 +1,373 @@
+"""Count what a run holds: its tasks, Records, training data and failures; its rates, sizes and tables."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, TypeVar
+
+from pymongo.asynchronous.database import AsyncDatabase
+from pymongo.errors import OperationFailure
+
+from agentrl.documents.run import PolicyVersion
+from agentrl.documents.status import TRAINED, DataStatus, RecordStatus, TaskStatus
+from agentrl.scoring.groups import FAILED
+from agentrl.screens.views.pipelines import StepRow, as_is
+from agentrl.screens.views.read import Views
+from agentrl.screens.views.scores import Versions
+from agentrl.store.epochs import ORDER
+from agentrl.store.mechanics.connection import DATA, RECORD, TASK, Json, Repository, database_call
+
+RATE_SECONDS = 300.0
+"""Rates are those of the trajectories that were begun within this time."""
+_RATE_RECORDS = 10_000
+_ANY_SPLIT: Json = {"split": {"$gte": ""}}
+"""The indexes begin with the split."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureCount:
+    """Failures of one kind, and the newest one's message."""
+
+    kind: str
+    count: int
+    message: str
+    record: str | None = None
+    """The id of the newest Record; None for groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What the trajectories begun in the last ``seconds`` amount to."""
+
+    seconds: float
+    trajectories: int = 0
+    scored: int = 0
+    failed: int = 0
+    generated_tokens: int = 0
+    mean_score: float | None = None
+
+    @property
+    def per_minute(self) -> float:
+        """Scored trajectories per minute."""
+        return 60.0 * self.scored / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """Sizes in bytes: the run's database, and the file system of the server; None if they may not be read."""
+
+    run: int | None = None
+    free: int | None = None
+    total: int | None = None
+
+
+class Counts(Repository):
+    """The counts behind the picture of a run. It never writes.
+
+    ``tasks``, ``records`` and ``data`` read only indexes.
+    """
+
+    @database_call
+    async def tasks(self) -> dict[tuple[str, int], dict[str, int]]:
+        """Return (split, epoch) → status → Tasks."""
+        counts: dict[tuple[str, int], dict[str, int]] = defaultdict(dict)
+        for (split, status, epoch), number in (await self._count(TASK, "split", "status", "epoch")).items():
+            counts[split, epoch][status] = number
+        return dict(sorted(counts.items()))
+
+    @database_call
+    async def records(self) -> dict[str, dict[str, int]]:
+        """Return split → status as people read it (``SHOWN_STATUSES``) → Records."""
+        counts = _by_split(await self._count(RECORD, "split", "status"))
+        ready = RecordStatus.READY.value
+        for split, by_status in counts.items():
+            query = {"split": split, "status": ready, "trained_count": {"$gt": 0}}
+            trained = await self._collection(RECORD).count_documents(query) if ready in by_status else 0
+            if trained:
+                by_status[TRAINED] = trained
+                by_status[ready] = max(0, by_status[ready] - trained)
+        return counts
+
+    @database_call
+    async def data(self) -> dict[str, dict[str, int]]:
+        """Return split → status → training data."""
+        return _by_split(await self._count(DATA, "split", "status"))
+
+    @database_call
+    async def quarantined_because(self) -> str | None:
+        """Return why one of the quarantined training data must not be trained; None without one."""
+        document = await self._collection(DATA).find_one(
+            {**_ANY_SPLIT, "status": DataStatus.QUARANTINED.value}, {"problem": 1}
+        )
+        return None if document is None else document["problem"]
+
+    @database_call
+    async def failures(self) -> list[FailureCount]:
+        """Count failed attempts by kind, the most frequent first, then groups that cannot be finalized."""
+        attempts = await self._aggregate(
+            RECORD,
+            {"$match": {"status": RecordStatus.FAILED.value}},
+            {"$sort": {"created_at": -1}},
+            {"$project": {"failure": 1}},
+            {
+                "$group": {
+                    "_id": {"$ifNull": ["$failure.kind", "unknown"]},
+                    "count": {"$sum": 1},
+                    "message": {"$first": "$failure.message"},
+                    "record": {"$first": "$_id"},
+                }
+            },
+            {"$sort": {"count": -1, "_id": 1}},
+        )
+        groups = await self._aggregate(
+            TASK,
+            {"$match": {**_ANY_SPLIT, "status": TaskStatus.COMPLETED.value}},
+            {"$match": {"group.outcome": FAILED}},
+            {"$group": {"_id": "group", "count": {"$sum": 1}, "message": {"$last": "$group.problem"}}},
+        )
+        return [
+            FailureCount(kind=group.pop("_id"), message=group.pop("message") or "", **group)
+            for group in (*attempts, *groups)
+        ]
+
+    @database_call
+    async def rates(self, at: datetime) -> Rates:
+        """Return the rates at the server's time ``at``, over less time if 10,000 trajectories are newer."""
+        is_failed = {"$eq": ["$status", RecordStatus.FAILED.value]}
+        groups = await self._aggregate(
+            RECORD,
+            {"$match": {"created_at": {"$gte": at - timedelta(seconds=RATE_SECONDS)}}},
+            {"$sort": {"created_at": -1}},
+            {"$limit": _RATE_RECORDS},
+            {"$project": as_is("status", "score", "generated_tokens", "created_at")},
+            {
+                "$group": {
+                    "_id": None,
+                    "trajectories": {"$sum": 1},
+                    "scored": {"$sum": {"$cond": [{"$isNumber": "$score"}, 1, 0]}},
+                    "failed": {"$sum": {"$cond": [is_failed, 1, 0]}},
+                    "generated_tokens": {"$sum": "$generated_tokens"},
+                    "mean_score": {"$avg": "$score"},
+                    "oldest": {"$min": "$created_at"},
+                }
+            },
+            {"$unset": "_id"},
+        )
+        if not groups:
+            return Rates(seconds=RATE_SECONDS)
+        (group,) = groups
+        oldest = group.pop("oldest")
+        is_cut = group["trajectories"] == _RATE_RECORDS
+        seconds = max(1.0, (at - oldest).total_seconds()) if is_cut else RATE_SECONDS
+        return Rates(seconds=seconds, **group)
+
+    @database_call
+    async def disk(self) -> Disk:
+        """Return the sizes; without the right to read them, none."""
+        return await read_disk(self._connection.database)
+
+    async def _count(self, name: str, *fields: str) -> dict[tuple[Any, ...], int]:
+        """Return the values of ``fields`` → documents. An index begins with them, in any order.
+
+        The server skips through it for the distinct values, and counts its keys.
+        """
+        collection, keys = self._collection(name), [dict[str, Any]()]
+        for field in fields:
+            values = await asyncio.gather(*(collection.distinct(field, key) for key in keys))
+            keys = [{**key, field: value} for key, of in zip(keys, values, strict=True) for value in of]
+        numbers = await asyncio.gather(*(collection.count_documents(key) for key in keys))
+        return {tuple(key.values()): number for key, number in zip(keys, numbers, strict=True)}
+
+
+def _by_split(numbers: Mapping[tuple[Any, ...], int]) -> dict[str, dict[str, int]]:
+    counts: dict[str, dict[str, int]] = defaultdict(dict)
+    for (split, status), number in numbers.items():
+        counts[split][status] = number
+    return dict(counts)
+
+
+async def read_disk(database: AsyncDatabase[Json]) -> Disk:
+    """Return the sizes of a database and of its server's file system; without the right, none."""
+    try:
+        stats = await database.command("dbStats")
+    except OperationFailure:
+        return Disk()
+    total, used = stats.get("fsTotalSize"), stats.get("fsUsedSize")
+    return Disk(
+        run=int(stats.get("totalSize", stats["storageSize"])),
+        free=None if total is None or used is None else int(total - used),
+        total=None if total is None else int(total),
+    )
+
+
+_LAST_STEPS = 10
+_LAST_VERSIONS = 5
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentCount:
+    """The tasks of one environment in one split, and the scores of its finalized groups."""
+
+    split: str
+    environment: str
+    tasks: int
+    finalized: int
+    trajectories: int
+    """Those with a score."""
+    score: float | None
+    """Mean over the groups."""
+    pass_rate: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCount:
+    """Finalized groups of the train split that were begun by order, or by their tasks' pass rate."""
+
+    by: str
+    groups: int
+    abandoned_groups: int
+    """Groups without a trained trajectory."""
+    trajectories: int
+    """Those with a score."""
+    trained: int
+    """Trajectories that became training data."""
+    pass_rate: float | None
+    """Mean over the groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataCount:
+    """Training data of one status."""
+
+    status: str
+    count: int
+    tokens: int
+    trainable_tokens: int
+    because: str | None = None
+    """Why one of them is quarantined."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthBias:
+    """Mean generated tokens of the scored trajectories of a split, and of the trained ones among them."""
+
+    split: str
+    sampled: int
+    sampled_tokens: float
+    trained: int
+    trained_tokens: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Trained over sampled; below 1, training sees shorter trajectories than the policy writes."""
+        if not self.trained_tokens or not self.sampled_tokens:
+            return None
+        return self.trained_tokens / self.sampled_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTokens:
+    """Tokens of the prompts of all model calls of a split, and those that engines had cached."""
+
+    split: str
+    tokens: int
+    cached: int
+
+    @property
+    def cache_hit_rate(self) -> float | None:
+        """The fraction of cached tokens; None without a prompt."""
+        return self.cached / self.tokens if self.tokens else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunDetails:
+    """The rows of the tables."""
+
+    groups: Sequence[GroupCount]
+    data: Sequence[DataCount]
+    lengths: Sequence[LengthBias]
+    prompts: Sequence[PromptTokens]
+    environments: Sequence[EnvironmentCount]
+    versions: Sequence[PolicyVersion]
+    """The newest ones, newest first, without their files."""
+    steps: Sequence[StepRow]
+    """The last planned ones of every status, oldest first."""
+
+
+# not a part of Counts, which every refresh of a page reads: these sums look at each document
+class Details(Repository):
+    """Reads the rows of the tables. It never writes."""
+
+    @database_call
+    async def read(self) -> RunDetails:
+        """Return all of them."""
+        is_final = {"$eq": ["$status", TaskStatus.COMPLETED.value]}
+        trained = {"$gt": ["$trained_count", 0]}
+        return RunDetails(
+            groups=await self.groups(),
+            data=await self._grouped(
+                DataCount, DATA, {"status": "$status"},
+                {
+                    "count": {"$sum": 1},
+                    "tokens": {"$sum": "$tokens"},
+                    "trainable_tokens": {"$sum": "$trainable_tokens"},
+                    "because": {"$max": "$problem"},
+                },
+            ),
+            lengths=await self._grouped(
+                LengthBias, RECORD, {"split": "$split"},
+                {
+                    "sampled": {"$sum": 1},
+                    "sampled_tokens": {"$avg": "$generated_tokens"},
+                    "trained": {"$sum": {"$cond": [trained, 1, 0]}},
+                    "trained_tokens": {"$avg": {"$cond": [trained, "$generated_tokens", None]}},
+                },
+                {"score": {"$ne": None}},
+            ),
+            prompts=await self._grouped(
+                PromptTokens, RECORD, {"split": "$split"},
+                {"tokens": {"$sum": "$input_tokens"}, "cached": {"$sum": "$cached_tokens"}},
+                {"input_tokens": {"$gt": 0}},
+            ),
+            environments=await self._grouped(
+                EnvironmentCount, TASK, {"split": "$split", "environment": "$environment"},
+                {
+                    "tasks": {"$sum": 1},
+                    "finalized": {"$sum": {"$cond": [is_final, 1, 0]}},
+                    "trajectories": {"$sum": "$group.scored"},
+                    "score": {"$avg": "$group.mean_score"},
+                    "pass_rate": {"$avg": "$group.pass_rate"},
+                },
+                {"environment": {"$ne": None}},
+            ),
+            versions=await Versions(self._connection).published(_LAST_VERSIONS),
+            steps=await Views(self._connection).steps(last=_LAST_STEPS),
+        )  # fmt: skip
+
+    @database_call
+    async def groups(self) -> list[GroupCount]:
+        """Count the finalized groups of the train split: those begun by order, those begun by pass rate."""
+        return await self._grouped(
+            GroupCount, TASK, {"by": {"$ifNull": ["$begun.by", ORDER]}},
+            {
+                "groups": {"$sum": 1},
+                "abandoned_groups": {"$sum": {"$cond": [{"$eq": ["$group.trained", 0]}, 1, 0]}},
+                "trajectories": {"$sum": "$group.scored"},
+                "trained": {"$sum": "$group.trained"},
+                "pass_rate": {"$avg": "$group.pass_rate"},
+            },
+            {"split": "train", "status": TaskStatus.COMPLETED.value},
+        )  # fmt: skip
+
+    async def _grouped(
+        self, row: type[T], collection: str, keys: Json, sums: Json, query: Json | None = None
+    ) -> list[T]:
+        """Return a row per value of ``keys``, with ``sums`` over its documents, in the order of the keys."""
+        grouped = {"$group": {"_id": keys, **sums}}
+        groups = await self._aggregate(collection, {"$match": query or {}}, grouped, {"$sort": {"_id": 1}})
+        return [row(**group.pop("_id"), **group) for group in groups]

@@ -1,1 +1,0 @@
-"""One picture of a run with its findings, for the terminal, as JSON, and for the dashboard."""

@@ -1,1 +1,0 @@
-"""The embedded MongoDB of one machine: a real mongod that AgentRL starts and stops."""

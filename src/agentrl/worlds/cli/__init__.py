@@ -1,0 +1,1 @@
+"""Commands that serve tools to others."""
