@@ -3,6 +3,7 @@
 #
 #   bash scripts/test.sh            all checks (about 40 minutes on 2 cores)
 #   bash scripts/test.sh --fast     lint, types and unit tests (about 3 minutes)
+#   bash scripts/test.sh lab        lint, types and all tests of one room: core, lab, local, worlds or screens
 #   bash scripts/test.sh -k claims  pass arguments to pytest
 #
 # Without arguments, pytest runs twice, each in two processes, and prints two summaries: first what computes or has a
@@ -11,8 +12,8 @@ set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
 
-apart=(tests/unit tests/exactness tests/fake_gpu tests/unmoved tests/integration/store tests/integration/dashboard
-  tests/integration/test_bench_quick.py)
+apart=(tests/*/unit tests/exactness tests/fake_gpu tests/unmoved tests/*/integration/store tests/screens/integration/dashboard
+  tests/core/integration/test_bench_quick.py)
 
 # What the second run needs outside .venv, and the site: done until it begins. Exit status 4: no npm.
 install_others() {
@@ -44,7 +45,9 @@ step "$bin/lint-imports" --no-logo
 
 if [ "${1:-}" = "--fast" ]; then
   shift
-  exec "$bin/python" -m pytest -n 2 --dist worksteal tests/unit "$@"
+  exec "$bin/python" -m pytest -n 2 --dist worksteal tests/*/unit "$@"
+elif [ $# -eq 1 ] && [ -d "tests/$1/unit" ]; then
+  exec "$bin/python" -m pytest -n 2 --dist loadfile "tests/$1"
 elif [ $# -gt 0 ]; then
   exec "$bin/python" -m pytest "$@"
 fi

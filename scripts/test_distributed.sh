@@ -16,7 +16,7 @@ cd "$(dirname "$0")/.."
 step bash scripts/setup.sh --dev
 
 python="${AGENTRL_VENV:-.venv}/bin/python"
-program=tests/integration/distributed/layouts.py
+program=tests/core/integration/distributed/layouts.py
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" GOMP_SPINCOUNT=0 HF_HUB_OFFLINE=1
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT

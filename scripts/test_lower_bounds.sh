@@ -31,4 +31,4 @@ step "$uv" pip install --quiet --python "$venv/test/bin/python" --index-url "$in
 step "$uv" pip install --quiet --python "$venv/test/bin/python" --requirement "$venv/lowest.txt"
 step "$uv" pip install --quiet --python "$venv/test/bin/python" --no-deps --editable .
 exec env OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
-  "$venv/test/bin/python" -m pytest -n 2 --dist worksteal tests/unit
+  "$venv/test/bin/python" -m pytest -n 2 --dist worksteal tests/*/unit

@@ -57,7 +57,7 @@ def require(module: str, what: str, extra: str | None = None) -> None:
         raise error if extra is None else ConfigError(error.message, hint=f"pip install 'agentrl[{extra}]'")
 
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def shipped_files() -> Path:

@@ -1,0 +1,243 @@
+"""Every golden value of docs/losses.md; each row of its table also by a formula in plain arithmetic."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from golden import GOLDEN, STEP, TOLERANCE, Golden, batch_of
+from parsed_flags import parsed
+from recipes import RECIPES, Recipe, table
+from token_batches import step_loss
+
+from agentrl.config.agreement import require_trainable
+from agentrl.config.schema import LossConfig
+from agentrl.losses.settings import LossSettings, check_loss
+
+ROOT = Path(__file__).parents[4]
+BY_NAME = {recipe.name: recipe for recipe in RECIPES}
+TOKENS = range(len(STEP.row))
+ROWS = [[t for t in TOKENS if STEP.row[t] == row] for row in sorted(set(STEP.row))]
+A = STEP.advantages
+LOG_R = [new - old for new, old in zip(STEP.logprobs, STEP.start, strict=True)]
+LOG_W = [old - mu for old, mu in zip(STEP.start, STEP.behavior, strict=True)]
+LOG_RHO = [new - mu for new, mu in zip(STEP.logprobs, STEP.behavior, strict=True)]
+
+PerToken = Callable[[int], float]
+
+
+def over_tokens(loss: PerToken) -> float:
+    return sum(loss(t) for t in TOKENS) / len(TOKENS)
+
+
+def over_trajectories(loss: PerToken) -> float:
+    return sum(sum(loss(t) for t in row) / len(row) for row in ROWS) / len(ROWS)
+
+
+def summed(loss: PerToken) -> float:
+    return sum(loss(t) for t in TOKENS) / len(ROWS)
+
+
+def row_of(t: int) -> list[int]:
+    return next(row for row in ROWS if t in row)
+
+
+def mean(values: list[float], t: int) -> float:
+    return sum(values[u] for u in row_of(t)) / len(row_of(t))
+
+
+def ppo(
+    log: list[float], low: float, high: float, dual: float = math.inf, advantages: Sequence[float] = A
+) -> PerToken:
+    def loss(t: int) -> float:
+        ratio, advantage = math.exp(log[t]), advantages[t]
+        worse = max(-ratio * advantage, -min(max(ratio, low), high) * advantage)
+        return min(worse, dual * -advantage) if advantage < 0 else worse
+
+    return loss
+
+
+def times(loss: PerToken, weight: PerToken) -> PerToken:
+    return lambda t: loss(t) * weight(t)
+
+
+def capped(log: list[float], cap: float) -> PerToken:
+    return lambda t: min(math.exp(log[t]), cap)
+
+
+def inside(log: list[float], low: float, high: float) -> PerToken:
+    return lambda t: float(low <= math.exp(log[t]) <= high)
+
+
+def within_kl(limit: float) -> PerToken:
+    k3 = [math.exp(x) - 1 - x for x in LOG_RHO]
+    return lambda t: float(mean(k3, t) <= limit)
+
+
+def not_too_far(low: float, high: float) -> PerToken:
+    """0 for a token that has moved beyond the bound in the direction of its advantage."""
+
+    def keep(t: int) -> float:
+        rho = math.exp(LOG_RHO[t])
+        return float(not ((A[t] > 0 and rho > high) or (A[t] < 0 and rho < low)))
+
+    return keep
+
+
+def reinforce(weight: PerToken) -> PerToken:
+    return lambda t: -weight(t) * A[t] * STEP.logprobs[t]
+
+
+def k3_to_reference(t: int) -> float:
+    d = STEP.logprobs[t] - STEP.reference[t]
+    return math.exp(-d) - 1 + d
+
+
+def k2_to_reference(t: int) -> float:
+    return (STEP.logprobs[t] - STEP.reference[t]) ** 2 / 2
+
+
+def plus(one: PerToken, other: PerToken, weight: float) -> PerToken:
+    return lambda t: one(t) + weight * other(t)
+
+
+WHITE = [(a - statistics.fmean(A)) / statistics.pstdev(A) for a in A]
+"""Advantages of REINFORCE++: whitened over the step's tokens."""
+INTERPOLATED = [w * age / (age + 1) for w, age in zip(LOG_W, STEP.age, strict=True)]
+"""log π_old/μ of A-3PO."""
+REST = [rho - old for rho, old in zip(LOG_RHO, INTERPOLATED, strict=True)]
+MEAN_R = [mean(LOG_R, t) for t in TOKENS]
+MEAN_RHO = [mean(LOG_RHO, t) for t in TOKENS]
+PRODUCT_W = [sum(LOG_W[u] for u in row_of(t)) for t in TOKENS]
+GRPO = ppo(LOG_RHO, 0.8, 1.2)
+RECOMPUTED = ppo(LOG_R, 0.8, 1.2)
+VERL = ppo(LOG_R, 0.8, 1.2, dual=3.0)
+BYPASS = ppo(LOG_RHO, 0.8, 1.2, dual=3.0)
+MINIRL = summed(times(reinforce(capped(LOG_RHO, math.inf)), not_too_far(0.8, 1.3)))
+
+
+def gated(log: list[float], positive: float, negative: float) -> PerToken:
+    def loss(t: int) -> float:
+        tau = positive if A[t] > 0 else negative
+        return -A[t] * 4 / tau / (1 + math.exp(-tau * (math.exp(log[t]) - 1)))
+
+    return loss
+
+
+def binary_tv(low: float, high: float) -> PerToken:
+    """DPPO: the weighted policy gradient, 0 where a probability moved too far towards its advantage."""
+
+    def loss(t: int) -> float:
+        moved = math.exp(STEP.logprobs[t]) - math.exp(STEP.behavior[t])
+        too_far = moved > high if A[t] > 0 else moved < -low
+        return 0.0 if too_far else -math.exp(LOG_RHO[t]) * A[t]
+
+    return loss
+
+
+EXPECTED = {
+    "DPPO": over_tokens(binary_tv(0.2, 0.2)),
+    "prime-rl": over_tokens(plus(binary_tv(0.2, 0.2), lambda t: LOG_RHO[t] ** 2, 0.001)),
+    "GRPO": over_trajectories(GRPO),
+    "GRPO with its KL": over_trajectories(plus(GRPO, k3_to_reference, 0.04)),
+    "DAPO": over_tokens(ppo(LOG_RHO, 0.8, 1.28)),
+    "Dr. GRPO": summed(GRPO) / 4,
+    "SAPO": over_trajectories(gated(LOG_RHO, 1.0, 1.05)),
+    "GSPO": over_trajectories(ppo(MEAN_RHO, 1 - 3e-4, 1 + 4e-4)),
+    "CISPO": over_tokens(reinforce(capped(LOG_RHO, 5.0))),
+    "REINFORCE++": over_tokens(ppo(LOG_RHO, 0.8, 1.2, advantages=WHITE)),
+    "REINFORCE++-baseline": over_tokens(
+        plus(ppo(LOG_RHO, 0.8, 1.2, advantages=WHITE), k2_to_reference, 0.01)
+    ),
+    "MINIRL": MINIRL,
+    "KL of DeepSeek-V3.2": over_trajectories(plus(GRPO, times(k3_to_reference, capped(LOG_RHO, 10.0)), 0.04)),
+    "verl": over_tokens(VERL),
+    "verl, GSPO": over_trajectories(ppo(MEAN_R, 1 - 3e-4, 1 + 4e-4)),
+    "verl, decoupled correction": over_tokens(times(VERL, capped(LOG_W, 2.0))),
+    "verl, bypass with rejection": over_tokens(times(BYPASS, inside(LOG_RHO, 0.5, 2.0))),
+    "verl, rejection by KL": over_tokens(times(BYPASS, within_kl(0.1))),
+    "NeMo-RL": over_tokens(times(RECOMPUTED, capped(LOG_W, math.inf))),
+    "AReaL, decoupled": over_tokens(
+        times(times(RECOMPUTED, capped(LOG_W, math.inf)), inside(LOG_W, 0.0, 5.0))
+    ),
+    "AReaL, A-3PO": over_tokens(
+        times(times(ppo(REST, 0.8, 1.2), capped(INTERPOLATED, math.inf)), inside(INTERPOLATED, 0.0, 5.0))
+    ),
+    "slime": over_trajectories(times(ppo(LOG_R, 0.8, 1.28), capped(LOG_W, 2.0))),
+    "TRL": over_tokens(times(RECOMPUTED, capped(PRODUCT_W, 3.0))),
+    "the original's GRPO": over_tokens(times(ppo(LOG_RHO, 0.8, 1.3), not_too_far(0.2, 2.2))),
+    "the original's MINIRL": MINIRL,
+}
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case.name)
+def test_training_computes_the_golden_value(case: Golden) -> None:
+    loss, result = step_loss(batch_of(case.example, case.settings), case.settings)
+    assert loss.item() == pytest.approx(case.expected, abs=TOLERANCE)
+    assert case.kept in (None, tuple((~(result.masked | result.clipped)).int().tolist()))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_a_rows_golden_value_is_its_formula(recipe: Recipe) -> None:
+    assert recipe.expected == pytest.approx(EXPECTED[recipe.name], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_a_rows_flags_start_a_run(recipe: Recipe) -> None:
+    configs = parsed(*recipe.row.split("`")[1].split())
+    require_trainable(configs)
+    check_loss(configs)
+    assert LossSettings.of(configs[LossConfig]) == recipe.settings
+
+
+def test_rows_that_differ_in_flags_differ_in_value() -> None:
+    values = sorted(recipe.expected for recipe in RECIPES if recipe.name != "the original's MINIRL")
+    assert min(later - earlier for earlier, later in pairwise(values)) > 3 * TOLERANCE
+
+
+def test_the_page_shows_the_table() -> None:
+    assert table() in (ROOT / "docs/losses.md").read_text(encoding="utf-8")
+
+
+def cosine(flags: LossSettings, theirs: Callable[[torch.Tensor], torch.Tensor]) -> float:
+    """Of the gradients with respect to every token's logprob, ours and another formula's."""
+    batch = batch_of(STEP, flags)
+    loss, _ = step_loss(batch, flags)
+    (ours,) = torch.autograd.grad(loss, batch.logprobs)
+    logprobs = batch.logprobs.detach().requires_grad_()
+    (other,) = torch.autograd.grad(theirs(logprobs), logprobs)
+    torch.testing.assert_close(ours, other)
+    return float(torch.nn.functional.cosine_similarity(ours, other, dim=0))
+
+
+def test_gspo_by_its_name_has_verls_gradient() -> None:
+    """verl: the surrogate on s, clip_ratio_low 3e-4 and clip_ratio_high 4e-4, a mean per sequence."""
+    start, advantages = torch.tensor(STEP.start), torch.tensor(A)
+
+    def theirs(logprobs: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for row in ROWS:
+            s = torch.exp((logprobs - start)[row].mean())  # its gradient is 1/|row| for each token
+            losses.append(
+                torch.maximum(-s * advantages[row[0]], -s.clamp(1 - 3e-4, 1 + 4e-4) * advantages[row[0]])
+            )
+        return torch.stack(losses).mean()
+
+    assert cosine(LossSettings(loss_calculater="GSPO", old_logprobs="recompute"), theirs) > 1 - 1e-6
+    assert cosine(BY_NAME["verl, GSPO"].settings, theirs) > 1 - 1e-6
+
+
+def test_cispo_by_its_name_has_the_papers_gradient() -> None:
+    """MiniMax-M1: REINFORCE with the weight detached and capped above, a mean over the tokens of all."""
+    behavior, advantages = torch.tensor(STEP.behavior), torch.tensor(A)
+
+    def theirs(logprobs: torch.Tensor) -> torch.Tensor:
+        weight = torch.exp(logprobs.detach() - behavior).clamp(max=5.0)
+        return -(weight * advantages * logprobs).mean()
+
+    assert cosine(LossSettings(loss_calculater="CISPO"), theirs) > 1 - 1e-6

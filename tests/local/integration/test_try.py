@@ -1,0 +1,202 @@
+"""``agentrl try``: one trajectory on a real engine, printed, and nothing stored."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from chat_models import KEEPS_ALL, write_model
+from test_sampling import task
+from tiny_policy import write_tiny_policy
+
+from agentrl.cli.evaluate import TryConfig
+from agentrl.config.load import Configs, parse
+from agentrl.config.run import URI_VARIABLES
+from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
+from agentrl.documents.run import InferenceService
+from agentrl.documents.status import ServiceStatus
+from agentrl.errors import ConfigError, TaskFileError
+from agentrl.inference.engines.clients import engine_client
+from agentrl.inference.engines.commands import EngineProcess, engine_command, free_port
+from agentrl.local.mongod import EmbeddedMongo
+from agentrl.local.try_task import try_task
+from agentrl.store.client import Store
+from agentrl.worlds.harness.agent import RETURN_SECONDS
+
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
+
+EXAMPLES = Path(__file__).parents[3] / "assets" / "examples"
+QUESTION = {"query": "What is\x1b]0;owned\x07 1+1?", "answer": "2", "scorer": "exact"}
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[str]:
+    """The URL of a local engine with the tiny model in ``tmp_path / "model"``."""
+    config, port = EngineConfig(), free_port("127.0.0.1")
+    folder = str(write_tiny_policy(tmp_path / "model"))
+    process = EngineProcess(engine_command(folder, ModelConfig(), config, port), tmp_path / "engine.log")
+    try:
+        async with engine_client("local", f"http://127.0.0.1:{port}") as client:
+            await process.wait_ready(client, 100)
+            yield client.url
+    finally:
+        await process.stop()
+
+
+def reverse_text(text: str) -> str:
+    """Reverse a text."""
+    return text[::-1]
+
+
+def flags(run: RunConfig, *words: str) -> Configs:
+    where = ("--run_name", run.run_name, "--db_connection_string", str(run.db_connection_string))
+    return parse(
+        [*where, "--max_new_tokens", "8", "--max_turns", "2", *words], command="agentrl try", description="",
+        shown=[], extra=[TryConfig],
+    )  # fmt: skip
+
+
+async def test_the_embedded_server_is_started_where_no_server_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in URI_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    model = ("--model_name_or_path", str(write_model(tmp_path / "model", KEEPS_ALL)))
+    configs = parse(
+        ["--mongo_dir", str(tmp_path / "mongo"), *model], command="agentrl try", description="", shown=[],
+        extra=[TryConfig],
+    )  # fmt: skip
+    mongo = EmbeddedMongo(tmp_path / "mongo")
+    try:
+        for _ in range(2):
+            assert await try_task(configs, json.dumps(QUESTION), line=None, engine_url=None, prompt=True) == 0
+        assert mongo.status().running
+    finally:
+        mongo.down()
+    out, err = capsys.readouterr()
+    assert out.count("1+1?") == 2
+    assert err.count("MongoDB started") == 1
+
+
+async def test_a_task_is_tried_and_nothing_is_stored(
+    engine: str, store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ("--model_name_or_path", str(tmp_path / "model"))
+    configs = flags(run_config, *model)
+    given = json.dumps(QUESTION)
+    assert await try_task(configs, given, line=None, engine_url=engine) == 0
+    shown = capsys.readouterr().out
+    assert "turn 1 ·" in shown
+    whole, model_calls = re.findall(r"UTC · ([0-9.]+) s|model calls ([0-9.]+) s", shown)
+    assert float(whole[0]) >= float(model_calls[1]) - 0.06
+    assert "length_limit_error" in shown
+    assert "expected   2" in shown
+    assert "SCORED  score 0.000" in shown
+    assert "\x1b]0" not in shown
+
+    file = tmp_path / "tasks.jsonl"
+    unscorable = {"id": "x", "query": "?", "scorer": "math:sqrt"}
+    unanswerable = {"id": "z", "query": "?", "scorer": "f1"}
+    rows = (unscorable, {"id": "y", **QUESTION}, unanswerable)
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert await try_task(configs, str(file), line=None, engine_url=engine) == 1
+    assert "failed     scorer: " in capsys.readouterr().out
+    assert await try_task(configs, str(file), line=2, engine_url=engine) == 0
+    assert "task try/0/y" in capsys.readouterr().out
+    with pytest.raises(TaskFileError, match="scorer f1 compares with an answer, and the task has none"):
+        await try_task(configs, str(file), line=3, engine_url=engine)
+    with pytest.raises(TaskFileError, match="no task begins on line 9"):
+        await try_task(configs, str(file), line=9, engine_url=engine)
+
+    service = InferenceService(id="e", url=engine, engine="local", model="tiny", host="h", pid=1)
+    await store.services.register(service)
+    await store.services.beat("e", status=ServiceStatus.READY, policy_version=0, running_requests=0)
+    await store.tasks.load([task("a")])
+    before = await store.tasks.get("train/0/a")
+    assert await try_task(configs, "a", line=None, engine_url=None) == 0
+    assert "task train/0/a" in capsys.readouterr().out
+    assert await store.tasks.get("train/0/a") == before
+    assert await store.database["Record"].count_documents({}) == 0
+    assert await store.database["DispatchedSamplingTask"].count_documents({}) == 0
+    with pytest.raises(ConfigError, match="is neither a task of run"):
+        await try_task(configs, "b", line=None, engine_url=None)
+
+
+async def test_an_agent_that_is_a_client_gets_a_gateway_for_the_trial(
+    engine: str,
+    store: Store,
+    run_config: RunConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES / "openai_loop"))
+    words = ("--model_name_or_path", str(tmp_path / "model"), "--agent_name", "openai_loop:openai_loop")
+    configs = flags(run_config, *words)
+    assert await try_task(configs, json.dumps(QUESTION), line=None, engine_url=engine) == 0
+    shown = capsys.readouterr().out
+    assert "turn 1 ·" in shown
+    assert "SCORED  score 0.000" in shown
+    assert "train rule main: it chooses" in shown
+    assert "100% of" in shown.replace("\n", " ")
+    names = await store.database.client.list_database_names()
+    assert not [name for name in names if name.startswith("agentrl_try")]
+    assert await store.database["DispatchedSamplingTask"].count_documents({}) == 0
+
+
+async def test_the_error_of_a_harness_is_its_own_and_told_at_once(
+    engine: str, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harness = tmp_path / "harness.yml"
+    harness.write_text("{command: 'echo no such option >&2; exit 3', isolation: limits}")
+    words = ("--model_name_or_path", str(tmp_path / "model"), "--agent_name", "command")
+    configs = flags(run_config, *words, "--agent_cfg_path", str(harness))
+    began = time.monotonic()
+    assert await try_task(configs, json.dumps(QUESTION), line=None, engine_url=engine) == 1
+    assert time.monotonic() - began < RETURN_SECONDS
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "failed harness: the harness ended with exit code 3" in shown
+    assert "no such option" in shown
+
+
+async def test_an_engine_that_cannot_be_reached_is_the_failure_at_once(
+    run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs = flags(run_config, "--model_name_or_path", str(write_tiny_policy(tmp_path / "model")))
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    assert await try_task(configs, json.dumps(QUESTION), line=None, engine_url=url) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "failed engine: " in shown
+    assert "cannot be reached: ConnectionRefusedError" in shown
+
+
+@pytest.mark.parametrize("shows_tools", [True, False])
+async def test_the_prompt_is_printed_and_tools_that_it_lacks_are_named(
+    run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], shows_tools: bool
+) -> None:
+    template = KEEPS_ALL if shows_tools else KEEPS_ALL.replace("{%- if tools %}", "{%- if false %}")
+    write_model(tmp_path, template)
+    words = ("--model_name_or_path", str(tmp_path), "--tools", "test_try:reverse_text")
+    configs = flags(run_config, *words, "--system_prompt", "Be brief.")
+    assert await try_task(configs, json.dumps(QUESTION), line=None, engine_url=None, prompt=True) == 0
+    printed = capsys.readouterr()
+    assert "<|im_start|>system" in printed.out
+    assert "Be brief." in printed.out
+    assert "1+1?" in printed.out
+    assert ("reverse_text" in printed.out) == shows_tools
+    assert ("does not name the tools reverse_text" in printed.err) != shows_tools
+
+
+def test_errors_of_the_command_have_exit_codes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "agentrl", "try"]
+    url = ("--engine_url", "http://127.0.0.1:9", "--model_name_or_path", str(tmp_path))
+    wrong = json.dumps({**QUESTION, "scorer": "exakt"})
+    done = subprocess.run([*command, wrong, *url], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert "did you mean 'exact'" in done.stderr
