@@ -28,11 +28,11 @@ from agentrl.config.schema import ContainerConfig, JsonFlags, ModelConfig, RunCo
 from agentrl.documents.task import Task, scorer_weights
 from agentrl.documents.task_file import Item, ReadResult
 from agentrl.documents.task_json import kind_of
+from agentrl.environments.base import use_containers
 from agentrl.observe.progress import progress
 from agentrl.observe.terminal import clean, print_json
 from agentrl.rollout.load_tasks import read_source
 from agentrl.scoring.answers import unchecked
-from agentrl.worlds.harbor.machine import use_containers
 
 SOURCE = (
     "a JSONL, JSON, Parquet, CSV or Arrow file, FOLDER[:SPLIT], hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], a"

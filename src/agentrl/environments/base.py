@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 from agentrl.base.permissions import server_name
 from agentrl.base.registry import Registry
+from agentrl.config.sampling import ContainerConfig
 from agentrl.documents.record import HarnessRun
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, ScorerError, TaskEnvironmentError
@@ -216,6 +217,20 @@ def environment(*names: str) -> Callable[[E], E]:
         return kind
 
     return decorate
+
+
+_container_flags = ContainerConfig()
+
+
+def use_containers(flags: ContainerConfig) -> None:
+    """Let this process run the containers of tasks as the flags say."""
+    global _container_flags
+    _container_flags = flags
+
+
+def container_flags() -> ContainerConfig:
+    """Return how this process runs the containers of tasks."""
+    return _container_flags
 
 
 def require_package(module: str, environment: str) -> None:

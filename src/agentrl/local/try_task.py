@@ -32,6 +32,7 @@ from agentrl.documents.task import CONTENT, Claim, Slot, Task, scorer_weights, t
 from agentrl.documents.task_file import TaskSource
 from agentrl.documents.task_json import BadTaskError, image_sources, make_task, parse, read_images
 from agentrl.documents.task_rows import TaskRows
+from agentrl.environments.base import use_containers
 from agentrl.environments.session import open_environment
 from agentrl.errors import ConfigError, FailureError, LeaseLostError, StoreError, TaskFileError
 from agentrl.inference.engine import Generation, Held
@@ -49,7 +50,6 @@ from agentrl.screens.trajectory_page import render_trajectory
 from agentrl.screens.views.read import WholeTrajectory
 from agentrl.store.client import Store, open_existing, scratch_store
 from agentrl.tools.base import Schema
-from agentrl.worlds.harbor.machine import use_containers
 from agentrl.worlds.harbor.oracle import check_solutions
 from agentrl.worlds.harbor.source import is_harbor
 from agentrl.worlds.task_tables import kind_of_name

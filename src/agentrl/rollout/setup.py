@@ -38,6 +38,7 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.documents.task_file import ReadResult
+from agentrl.environments.base import use_containers
 from agentrl.errors import ModelError
 from agentrl.inference.engine import Router
 from agentrl.inference.session import EngineRouter, LiveEngines
@@ -62,7 +63,6 @@ from agentrl.tools.browse import open_browse_agent
 from agentrl.tools.pool import ToolPool
 from agentrl.weights.folder import replayed_experts, require_folder
 from agentrl.weights.local_copy import model_files, weights_dir
-from agentrl.worlds.harbor.machine import use_containers
 
 if TYPE_CHECKING:
     from agentrl.gateway.app import GatewayHost

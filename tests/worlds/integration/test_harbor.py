@@ -19,6 +19,7 @@ from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, Tool
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, StopReason
+from agentrl.environments.base import use_containers
 from agentrl.errors import ConfigError, TaskFileError
 from agentrl.local.try_task import run_solutions
 from agentrl.rollout.load_tasks import read_task_source
@@ -27,7 +28,6 @@ from agentrl.screens.dashboard.pages.trajectories import verdicts_of
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
 from agentrl.worlds.harbor import machine
-from agentrl.worlds.harbor.machine import use_containers
 from agentrl.worlds.harbor.oracle import check_solutions
 from agentrl.worlds.harbor.source import open_harbor
 

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from agentrl.config.sampling import ContainerConfig
 from agentrl.documents.task_json import BadTaskError
+from agentrl.environments.base import container_flags
 from agentrl.errors import ConfigError
 from agentrl.worlds.containers.base import CONTAINERS, Container, ContainerSpec
 from agentrl.worlds.harbor.folder import (
@@ -30,23 +30,16 @@ _NO_LIMIT_SECONDS: Final = 24 * 3600.0
 _ANSWER_SECONDS: Final = 20.0
 _MEMORY_MB, _STORAGE_MB = 4096, 10240
 """Of a task that names none."""
-_config = ContainerConfig()
-
-
-def use_containers(config: ContainerConfig) -> None:
-    """Let this process run the containers of tasks as the flags say."""
-    global _config
-    _config = config
 
 
 def secrets() -> tuple[str, ...]:
     """Return the values of ``--task_variables``, which are not stored."""
-    return tuple(value for value in _config.variables.values() if value)
+    return tuple(value for value in container_flags().variables.values() if value)
 
 
 def variables(given: Mapping[str, str], where: str) -> dict[str, str]:
     """Return the variables of a table of ``task.toml``. Raises BadTaskError for one that may not be read."""
-    return filled(given, where, _config.variables)
+    return filled(given, where, container_flags().variables)
 
 
 def back_end(task: HarborTask, image: ImageOf, *, is_verifier: bool = False) -> Container:
@@ -87,7 +80,7 @@ def require_network(task: HarborTask) -> None:
     own_image = (task.verifier_image or task.image, True)
     for image, is_verifier in ((task.image, False), own_image):
         is_public = task.toml.network("verifier" if is_verifier else "agent")
-        if is_public and _config.task_network is None and _root(task, image)[0] == "sandbox":
+        if is_public and container_flags().task_network is None and _root(task, image)[0] == "sandbox":
             raise BadTaskError(
                 "it asks for a network (network_mode is 'public', also by default), and the sandbox has none"
                 " but this machine's, with all that listens on it: give --task_network none or host, or use"
@@ -128,7 +121,10 @@ def needs_copies(task: HarborTask, image: ImageOf) -> bool:
     """Return whether the root is that of the Dockerfile's base, so that its COPY lines must be followed."""
     name, root = _root(task, image)
     return (
-        name == "sandbox" and root is not None and image.build is not None and task.name not in _config.roots
+        name == "sandbox"
+        and root is not None
+        and image.build is not None
+        and task.name not in container_flags().roots
     )
 
 
@@ -150,18 +146,19 @@ def copies_of(build: Path, _digest: str) -> Path:
 
 def _root(task: HarborTask, image: ImageOf) -> tuple[str, str | None]:
     """Return the back end of a task's image, and its root file system."""
-    roots = _config.roots
+    roots = container_flags().roots
     base = image.image or (image.dockerfile.base if image.dockerfile is not None else "")
     root = roots.get(task.name) or roots.get(base) or roots.get("")
-    if _config.containers == "auto":
+    chosen = container_flags().containers
+    if chosen == "auto":
         return ("docker", None) if root is None else ("sandbox", root)
-    return _config.containers, root
+    return chosen, root
 
 
 def _network(task: HarborTask, image: ImageOf) -> str:
     """Return the network of a container that asks for one: never this machine's unless a flag says so."""
     own = {"docker": "bridge", "sandbox": "none"}
-    return _config.task_network or own.get(_root(task, image)[0], "host")
+    return container_flags().task_network or own.get(_root(task, image)[0], "host")
 
 
 def _named(task: HarborTask, image: ImageOf) -> str:
