@@ -18,9 +18,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, cast, overload
+from typing import Any, BinaryIO, Final, TypeVar, cast, overload
 
 from agentrl.base.permissions import file_name, names_outside
+from agentrl.base.registry import Registry
 from agentrl.documents.base import shortened
 from agentrl.documents.images import Image
 from agentrl.documents.task import Task, scorer_weights
@@ -46,6 +47,12 @@ _COPIED_BYTES = 2**20
 _UNPACKED_RATIO = 100
 _UNPACKED_BYTES = 256 * 2**20
 """A small file may unpack to this much; a larger one to its size times ``_UNPACKED_RATIO``."""
+HUB: Final = "hf://"
+_MAGIC = {b"PAR1": "parquet", b"ARRO": "arrow", b"FEA1": "arrow"}
+_SUFFIXES = {
+    ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".csv": "csv", ".tsv": "csv",
+    ".jsonl": "json", ".ndjson": "json", ".json": "json",
+}  # fmt: skip
 _READING = (OSError, EOFError, zlib.error)
 _SPACE = " \t\r\n"
 
@@ -327,6 +334,63 @@ def _broken_list(path: Path, line: int, reason: str) -> TaskFileError:
         f"{path}:{line}: the JSON list cannot be parsed: {reason}",
         hint="correct the list, or write JSONL: one task a line",
     )
+
+
+def kind_of_file(path: Path) -> str:
+    """Return ``parquet``, ``arrow``, ``csv`` or ``json`` by a file's first bytes and its name."""
+    by_name = kind_of_name(path.name)
+    if by_name == "csv" or not path.is_file():
+        return by_name or "json"
+    try:
+        with path.open("rb") as file:
+            return _MAGIC.get(file.read(4)) or ("arrow" if by_name == "arrow" else "json")
+    except OSError:
+        return "json"  # opening it says why it cannot be read
+
+
+def kind_of_name(name: str) -> str | None:
+    """Return the kind of a data file by its name; None for other files."""
+    return _SUFFIXES.get(Path(name.lower().removesuffix(".gz")).suffix)
+
+
+TaskFormat = Callable[[str, str], TaskSource | None]
+"""Opens a source for the split ``train`` or ``eval``; None if the source is of another format."""
+F = TypeVar("F", bound=TaskFormat)
+
+TASK_FORMATS: Registry[TaskFormat] = Registry(
+    "task format",
+    group="agentrl.task_formats",
+    built_in=("agentrl.worlds.harbor.source", "agentrl.worlds.task_tables"),
+)
+"""The formats of task sources beside JSONL and JSON."""
+
+
+def task_format(name: str) -> Callable[[F], F]:
+    """Register a function ``(source, split) -> TaskSource | None`` under ``name``."""
+
+    def decorate(function: F) -> F:
+        TASK_FORMATS.add(function, name)
+        return function
+
+    return decorate
+
+
+def open_task_source(text: str, wanted: str) -> TaskSource:
+    """Open a task source for the split ``wanted``, ``train`` or ``eval``. Raises TaskFileError.
+
+    Formats are asked in the order of their names: a folder of ``harbor`` tasks is none of ``tables``.
+    """
+    for name in TASK_FORMATS.names():
+        source = TASK_FORMATS.get(name)(text, wanted)
+        if source is not None:
+            return source
+    path = Path(text)
+    if text.startswith(HUB) or path.is_dir() or kind_of_file(path) != "json":
+        raise TaskFileError(
+            f"{text} is neither JSONL nor JSON, and agentrl.worlds, which reads others, is not installed",
+            hint="install the whole of agentrl, or write the tasks to a JSONL file",
+        )
+    return TaskSource(path)
 
 
 NAMING = ("scorer", "agent_name", "answer_schema", "environment")

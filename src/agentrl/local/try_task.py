@@ -29,7 +29,7 @@ from agentrl.documents.model_call import PartialGeneration, unpack_ids
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import CONTENT, Claim, Slot, Task, scorer_weights, task_key
-from agentrl.documents.task_file import TaskSource
+from agentrl.documents.task_file import HUB, TaskSource, kind_of_name
 from agentrl.documents.task_json import BadTaskError, image_sources, make_task, parse, read_images
 from agentrl.documents.task_rows import TaskRows
 from agentrl.environments.base import use_containers
@@ -52,7 +52,6 @@ from agentrl.store.client import Store, open_existing, scratch_store
 from agentrl.tools.base import Schema
 from agentrl.worlds.harbor.oracle import check_solutions
 from agentrl.worlds.harbor.source import is_harbor
-from agentrl.worlds.task_tables import kind_of_name
 
 _ID = "try"
 _PREFIX = "agentrl_try"
@@ -208,7 +207,7 @@ def _is_json(wanted: str) -> bool:
 
 def _is_source(wanted: str) -> bool:
     """Return whether this is the path or the address of tasks, rather than the id of one."""
-    if is_address(wanted) or wanted.startswith("hf://") or kind_of_name(wanted) is not None:
+    if is_address(wanted) or wanted.startswith(HUB) or kind_of_name(wanted) is not None:
         return True
     try:
         return Path(wanted).exists() or Path(wanted.rpartition(":")[0] or wanted).is_dir()

@@ -1,8 +1,4 @@
-"""Read tasks from any source, and load them into a run.
-
-Only data files are downloaded, into the hub's cache; no code of a repository is run. Without network the
-cache is read.
-"""
+"""Read tasks from any source, or generate those of an environment, and load them into a run."""
 
 from __future__ import annotations
 
@@ -10,20 +6,17 @@ import asyncio
 import hashlib
 import json
 import logging
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 from urllib.parse import parse_qsl
 
-import httpx2
 from pydantic import Field
 
-from agentrl.base.installation import require
 from agentrl.base.permissions import allow
 from agentrl.base.process_pool import run_in_process
 from agentrl.base.registry import import_modules
@@ -31,7 +24,7 @@ from agentrl.base.user_code import describe
 from agentrl.base.validation import Settings, read_config
 from agentrl.config.schema import TaskConfig
 from agentrl.documents.task import Task, scorer_weights
-from agentrl.documents.task_file import Item, ReadResult, TaskSource, read_tasks
+from agentrl.documents.task_file import Item, ReadResult, TaskSource, open_task_source, read_tasks
 from agentrl.documents.task_json import BadTaskError
 from agentrl.documents.task_rows import TaskRows
 from agentrl.environments.base import ENVIRONMENTS, Environment, TaskRequest
@@ -41,103 +34,12 @@ from agentrl.observe.terminal import clean
 from agentrl.rollout.preflight import TaskNames, unusable_environments
 from agentrl.scoring.answers import require_readable, unscorable
 from agentrl.scoring.math_equality import number, unparsed
-from agentrl.worlds.harbor.source import is_harbor, open_harbor
-from agentrl.worlds.task_tables import find_files, open_files, open_tables, read_plain
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
     from agentrl.store.tasks import LoadResult
 
 logger = logging.getLogger(__name__)
-
-HUB: Final = "hf://"
-_ADDRESS = re.compile(r"hf://([\w.-]+(?:/[\w.-]+)?)(?:/([^@:]+))?(?:@([^:]+))?(?::(.+))?")
-_SECONDS = 30.0
-
-
-def open_hub(text: str, wanted: str) -> TaskSource:
-    """Download a split, ``wanted`` unless the address names one, and open it. Raises TaskFileError.
-
-    Its tasks may not name Python code: others write them.
-    """
-    address = _ADDRESS.fullmatch(text)
-    if address is None:
-        raise TaskFileError(
-            f"{text}: this is not the address of a data set",
-            hint="write hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], such as hf://openai/gsm8k/main:train",
-        )
-    require("huggingface_hub", text)
-    name, config, revision, split = address.groups()
-    folder = _download(text, name, revision, ["README.md"])
-    names = _listing(text, name, folder)
-    found = find_files(names, lambda item: read_plain(folder / item), text)
-    files = found.files(config, split, wanted)
-    folder = _download(text, name, folder.name, files)
-    missing = [item for item in files if not (folder / item).is_file()]
-    if missing:
-        raise TaskFileError(
-            f"{text}: the file {missing[0]} is not in the cache", hint="load it with network once"
-        )
-    sha = folder.name
-    pinned = "" if revision else f"; {HUB}{name}{'/' + config if config else ''}@{sha[:10]} stays with it"
-    logger.info("%s is revision %s%s", text, sha[:10], pinned)
-    source = open_tables([folder / item for item in files], Path(text), folder=folder)
-    source.is_trusted = False
-    return source
-
-
-def _listing(text: str, name: str, folder: Path) -> Sequence[str]:
-    """Return the files of the commit in ``folder``: of the repository, or of the cache without network."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        info = HfApi().dataset_info(name, revision=folder.name, timeout=_SECONDS)
-    except HfHubHTTPError as error:
-        raise _refused(text, error) from error
-    except (OSError, httpx2.TransportError):
-        logger.warning("%s: the hub cannot be reached; its cache is read", text)
-        return [item.relative_to(folder).as_posix() for item in sorted(folder.rglob("*")) if item.is_file()]
-    return sorted(item.rfilename for item in info.siblings or ())
-
-
-def _download(text: str, name: str, revision: str | None, files: Sequence[str]) -> Path:
-    """Download files of a revision; return its folder in the cache, which is named by the commit."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(
-                name,
-                repo_type="dataset",
-                revision=revision,
-                etag_timeout=_SECONDS,
-                allow_patterns=list(files),
-            )
-        )
-    except (OSError, ValueError, httpx2.TransportError) as error:
-        raise _refused(text, error) from error
-
-
-def _refused(text: str, error: Exception) -> TaskFileError:
-    from huggingface_hub import constants
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    unreached = (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx2.TransportError, ConnectionError)
-    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, HfHubHTTPError):
-        error = error.__cause__  # the hub has answered
-    if isinstance(error, unreached) and not isinstance(error, HfHubHTTPError):
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        return TaskFileError(
-            f"{text} cannot be downloaded: {why}, and it is not in this machine's cache",
-            hint="check the network and HF_ENDPOINT, or download its files elsewhere and give their folder",
-        )
-    reason = " ".join(str(error).split())[:300]
-    return TaskFileError(
-        f"{text} cannot be downloaded: {reason}",
-        hint="check the name and the revision; a private or gated data set needs HF_TOKEN",
-    )
-
 
 PREFIX = "env:"
 DEFAULT_COUNT = 1000
@@ -224,12 +126,7 @@ def open_source(text: str, split: str) -> TaskSource:
     """
     if is_address(text):
         return generate(text, split)
-    if is_harbor(text):
-        return open_harbor(text)
-    wanted = "train" if split == "train" else "eval"
-    if text.startswith("hf://"):
-        return open_hub(text, wanted)
-    return open_files(text, wanted)
+    return open_task_source(text, "train" if split == "train" else "eval")
 
 
 def generate(text: str, split: str) -> TaskSource:

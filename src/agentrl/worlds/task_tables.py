@@ -1,4 +1,8 @@
-"""Read Parquet, CSV, TSV, Arrow and Feather files, folders and repositories of the hub as task files."""
+"""Read Parquet, CSV, TSV, Arrow and Feather files, folders and repositories of the hub as task files.
+
+Only data files of a repository are downloaded, into the hub's cache; none of its code is run. Without network
+the cache is read.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import decimal
 import fnmatch
 import io
 import json
+import logging
 import re
 import tempfile
 import uuid
@@ -18,45 +23,35 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, cast
 
+import httpx2
 import numpy as np
 import yaml
 
 from agentrl.base.installation import require
 from agentrl.documents.base import excerpt
-from agentrl.documents.task_file import Places, TaskSource, Unpacked, open_binary
+from agentrl.documents.task_file import (
+    HUB,
+    Places,
+    TaskSource,
+    Unpacked,
+    kind_of_file,
+    kind_of_name,
+    open_binary,
+    task_format,
+)
 from agentrl.documents.task_json import MAX_LINE_BYTES, BadTaskError, parse
 from agentrl.errors import TaskFileError, nearest
 
+logger = logging.getLogger(__name__)
+
 _BATCH = 256
 """Rows that are converted at a time."""
-_MAGIC = {b"PAR1": "parquet", b"ARRO": "arrow", b"FEA1": "arrow"}
-_SUFFIXES = {
-    ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".csv": "csv", ".tsv": "csv",
-    ".jsonl": "json", ".ndjson": "json", ".json": "json",
-}  # fmt: skip
 _IMAGES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
 _JSON_CELLS: Final = frozenset({
     "messages", "prompt", "aug_answers", "images", "tools", "scorer", "meta", "tags", "raw", "reward_model",
     "extra_info",
 })  # fmt: skip
 """Columns of a CSV file whose cells may hold a JSON list or object."""
-
-
-def kind_of_file(path: Path) -> str:
-    """Return ``parquet``, ``arrow``, ``csv`` or ``json`` by a file's first bytes and its name."""
-    by_name = kind_of_name(path.name)
-    if by_name == "csv" or not path.is_file():
-        return by_name or "json"
-    try:
-        with path.open("rb") as file:
-            return _MAGIC.get(file.read(4)) or ("arrow" if by_name == "arrow" else "json")
-    except OSError:
-        return "json"  # opening it says why it cannot be read
-
-
-def kind_of_name(name: str) -> str | None:
-    """Return the kind of a data file by its name; None for other files."""
-    return _SUFFIXES.get(Path(name.lower().removesuffix(".gz")).suffix)
 
 
 def open_tables(files: Sequence[Path], path: Path, folder: Path | None = None) -> TaskSource:
@@ -284,8 +279,9 @@ _SHOWN = 20
 _README_BYTES = 2**20
 
 
-def open_files(text: str, wanted: str) -> TaskSource:
-    """Open a task file of any kind, or ``FOLDER[:SPLIT]``; ``wanted`` is the split without ``:SPLIT``.
+@task_format("tables")
+def open_files(text: str, wanted: str) -> TaskSource | None:
+    """Open a file of a table, or ``FOLDER[:SPLIT]``; ``wanted`` is the split without ``:SPLIT``.
 
     Raises TaskFileError if it cannot be read.
     """
@@ -297,7 +293,7 @@ def open_files(text: str, wanted: str) -> TaskSource:
     if path.is_dir():
         files = files_of_folder(path, split, wanted)
         return open_tables(files, Path(text), folder=files[0].parent)
-    return TaskSource(path) if kind_of_file(path) == "json" else open_tables([path], path)
+    return None if kind_of_file(path) == "json" else open_tables([path], path)
 
 
 def files_of_folder(folder: Path, split: str | None, wanted: str) -> list[Path]:
@@ -457,3 +453,94 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise TaskFileError(f"{path} cannot be read: {error}", hint="save the data set again") from error
     return value if isinstance(value, dict) else {}
+
+
+_ADDRESS = re.compile(r"hf://([\w.-]+(?:/[\w.-]+)?)(?:/([^@:]+))?(?:@([^:]+))?(?::(.+))?")
+_SECONDS = 30.0
+
+
+@task_format("hub")
+def open_hub(text: str, wanted: str) -> TaskSource | None:
+    """Download a split, ``wanted`` unless the address names one, and open it. Raises TaskFileError.
+
+    Its tasks may not name Python code: others write them.
+    """
+    if not text.startswith(HUB):
+        return None
+    address = _ADDRESS.fullmatch(text)
+    if address is None:
+        raise TaskFileError(
+            f"{text}: this is not the address of a data set",
+            hint="write hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], such as hf://openai/gsm8k/main:train",
+        )
+    require("huggingface_hub", text)
+    name, config, revision, split = address.groups()
+    folder = _download(text, name, revision, ["README.md"])
+    names = _listing(text, name, folder)
+    found = find_files(names, lambda item: read_plain(folder / item), text)
+    files = found.files(config, split, wanted)
+    folder = _download(text, name, folder.name, files)
+    missing = [item for item in files if not (folder / item).is_file()]
+    if missing:
+        raise TaskFileError(
+            f"{text}: the file {missing[0]} is not in the cache", hint="load it with network once"
+        )
+    sha = folder.name
+    pinned = "" if revision else f"; {HUB}{name}{'/' + config if config else ''}@{sha[:10]} stays with it"
+    logger.info("%s is revision %s%s", text, sha[:10], pinned)
+    source = open_tables([folder / item for item in files], Path(text), folder=folder)
+    source.is_trusted = False
+    return source
+
+
+def _listing(text: str, name: str, folder: Path) -> Sequence[str]:
+    """Return the files of the commit in ``folder``: of the repository, or of the cache without network."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        info = HfApi().dataset_info(name, revision=folder.name, timeout=_SECONDS)
+    except HfHubHTTPError as error:
+        raise _refused(text, error) from error
+    except (OSError, httpx2.TransportError):
+        logger.warning("%s: the hub cannot be reached; its cache is read", text)
+        return [item.relative_to(folder).as_posix() for item in sorted(folder.rglob("*")) if item.is_file()]
+    return sorted(item.rfilename for item in info.siblings or ())
+
+
+def _download(text: str, name: str, revision: str | None, files: Sequence[str]) -> Path:
+    """Download files of a revision; return its folder in the cache, which is named by the commit."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                repo_type="dataset",
+                revision=revision,
+                etag_timeout=_SECONDS,
+                allow_patterns=list(files),
+            )
+        )
+    except (OSError, ValueError, httpx2.TransportError) as error:
+        raise _refused(text, error) from error
+
+
+def _refused(text: str, error: Exception) -> TaskFileError:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    unreached = (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx2.TransportError, ConnectionError)
+    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, HfHubHTTPError):
+        error = error.__cause__  # the hub has answered
+    if isinstance(error, unreached) and not isinstance(error, HfHubHTTPError):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        return TaskFileError(
+            f"{text} cannot be downloaded: {why}, and it is not in this machine's cache",
+            hint="check the network and HF_ENDPOINT, or download its files elsewhere and give their folder",
+        )
+    reason = " ".join(str(error).split())[:300]
+    return TaskFileError(
+        f"{text} cannot be downloaded: {reason}",
+        hint="check the name and the revision; a private or gated data set needs HF_TOKEN",
+    )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from agentrl.base.untrusted_folder import HINT, BundleError, check_out, discard, lies_in
-from agentrl.documents.task_file import Places, TaskSource
+from agentrl.documents.task_file import Places, TaskSource, task_format
 from agentrl.documents.task_json import BadTaskError
 from agentrl.errors import TaskEnvironmentError, TaskFileError
 from agentrl.worlds.harbor.folder import (
@@ -43,6 +43,12 @@ def is_harbor(path: str | Path) -> bool:
             return file.read(len(_BUNDLE[0])) in _BUNDLE
     except OSError:
         return False
+
+
+@task_format("harbor")
+def open_if_harbor(text: str, wanted: str) -> TaskSource | None:
+    """Return the tasks of a folder or a git bundle for any split; None if it holds none."""
+    return open_harbor(text) if is_harbor(text) else None
 
 
 def open_harbor(path: str | Path) -> TaskSource:

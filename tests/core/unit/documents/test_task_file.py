@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from json_rows import write_rows
 
-from agentrl.documents.task_file import read_tasks
+from agentrl.base.registry import Registry
+from agentrl.documents.task_file import TaskFormat, open_task_source, read_tasks
 from agentrl.errors import TaskFileError
 
 
@@ -283,3 +284,34 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     count, megabytes = json.loads(done.stdout)
     assert count == 20_000
     assert megabytes < 60
+
+
+def test_a_source_of_a_format_that_is_not_here_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "agentrl.documents.task_file.TASK_FORMATS", Registry[TaskFormat]("task format", group="agentrl.none")
+    )
+    (tmp_path / "by_its_bytes").write_bytes(b"PAR1 and more")
+    for source in ("tasks.parquet", "tasks.csv.gz", "hf://openai/gsm8k", "", "by_its_bytes"):
+        where = source if "://" in source else str(tmp_path / source)
+        with pytest.raises(TaskFileError, match=r"agentrl\.worlds, which reads others, is not installed"):
+            open_task_source(where, "train")
+    for name in ("tasks.jsonl", "tasks"):
+        file = write_rows(tmp_path / name, {"id": "a", "query": "?"})
+        assert [item.value["id"] for item in open_task_source(str(file), "train").items()] == ["a"]
+
+
+def test_formats_are_asked_in_the_order_of_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    formats: Registry[TaskFormat] = Registry("task format", group="agentrl.none")
+    monkeypatch.setattr("agentrl.documents.task_file.TASK_FORMATS", formats)
+    asked: list[tuple[str, str]] = []
+
+    def asked_as(name: str) -> TaskFormat:
+        return lambda text, wanted: asked.append((name, wanted))
+
+    for name in ("second", "first"):
+        formats.add(asked_as(name), name)
+    with pytest.raises(TaskFileError, match="cannot be read"):
+        open_task_source("missing.jsonl", "eval")
+    assert asked == [("first", "eval"), ("second", "eval")]

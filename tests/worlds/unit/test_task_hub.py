@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import pytest
 
 from agentrl.errors import TaskFileError
-from agentrl.rollout.load_tasks import open_hub, read_task_source
+from agentrl.rollout.load_tasks import read_task_source
+from agentrl.worlds.task_tables import open_hub
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 README = """---
