@@ -43,14 +43,14 @@ class AgentClass:
 
 def _agent(extension: Any) -> Agent | AgentClass:
     if _is_graph(extension):
-        return partial(_run_graph, extension)
+        return partial(_run_graph, "langgraph", extension)
     if not callable(extension):
         raise TypeError(f"it is of type {type(extension).__name__}, not a function or class")
     if not inspect.isclass(extension):
         agent: Agent = extension
         return agent
     if _is_agent_graph(extension):
-        return partial(_run_agent_graph, extension)
+        return partial(_run_graph, "agent_graph", extension)
     for name, needed in (("run", True), ("evaluate", False)):
         method = getattr(extension, name, None)
         if (needed or method is not None) and not inspect.iscoroutinefunction(method):
@@ -72,17 +72,14 @@ def _is_agent_graph(extension: type) -> bool:
     return inspect.isfunction(run) and "sampling_params" in inspect.signature(run).parameters
 
 
-async def _run_graph(extension: Any, rollout: Rollout) -> Outcome:
-    from agentrl.worlds.langgraph import run_graph_of
-
-    return await run_graph_of(extension, rollout)
+async def _run_graph(kind: str, extension: Any, rollout: Rollout) -> Outcome:
+    return await GRAPH_RUNNERS.get(kind)(extension, rollout)
 
 
-async def _run_agent_graph(extension: type, rollout: Rollout) -> Outcome:
-    from agentrl.worlds.langgraph import run_agent_graph
-
-    return await run_agent_graph(extension, rollout)
-
+GRAPH_RUNNERS: Registry[Callable[[Any, Rollout], Awaitable[Outcome]]] = Registry(
+    "runner of graphs", group="agentrl.graph_runners", built_in=("agentrl.worlds.langgraph",)
+)
+"""What runs the graphs of other frameworks; imported when the first one runs, since it needs LangChain."""
 
 AGENTS: Registry[Agent | AgentClass] = Registry(
     "agent",

@@ -34,6 +34,7 @@ from agentrl.documents.status import StopReason
 from agentrl.errors import ConfigError, TrajectoryError
 from agentrl.inference.engine import Progress
 from agentrl.rollout.agent_io import Outcome
+from agentrl.rollout.agents import GRAPH_RUNNERS
 from agentrl.rollout.histories import MakeProgress
 from agentrl.rollout.rollout import Role, Rollout, current_rollout
 from agentrl.rollout.trajectory_calls import Turn, with_text_arguments
@@ -283,6 +284,7 @@ _built: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 """Graphs by the function that built them and the agent's file."""
 
 
+@GRAPH_RUNNERS.register("langgraph")
 async def run_graph_of(extension: Any, rollout: Rollout) -> Outcome:
     """Run a compiled graph, or one that a function builds from the agent's ``cfg``, once per process."""
     if not callable(extension) or hasattr(extension, "ainvoke"):
@@ -435,6 +437,7 @@ class CustomChatModel(PolicyChatModel):
         return result
 
 
+@GRAPH_RUNNERS.register("agent_graph")
 async def run_agent_graph(extension: type, rollout: Rollout) -> Outcome:
     """Run an agent graph on the task of ``rollout``; the answer is read as that of a LangGraph agent.
 
