@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib
-import json
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator
 
+from agentrl.base.registry import Registry
 from agentrl.base.validation import (
     Count,
     PlainText,
@@ -35,11 +35,6 @@ from agentrl.base.validation import (
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError
 from agentrl.tools.python import StatefulTools
-from agentrl.worlds.containers.docker import limit_arguments
-from agentrl.worlds.sandbox.container import program_container
-from agentrl.worlds.sandbox.limits import Isolation, SandboxLimits
-from agentrl.worlds.sandbox.local import start_code, uses_namespaces
-from agentrl.worlds.sandbox.program import Job
 
 WORKDIR = "${workdir}"
 """In a stdio server's args, env and cwd: a folder of that process alone, deleted when it ends."""
@@ -259,8 +254,6 @@ def _hide(text: str, secrets: Iterable[str]) -> str:
     return text
 
 
-_PACKAGE: Final = Path(__file__).parents[1]
-"""The folder of this package, which is not below the interpreter if it is installed from a clone."""
 _SERVERS_HINT = (
     "write 'servers:' with entries 'NAME: {command, args, env, cwd, sandbox}' or 'NAME: {url, headers,"
     " headers_env}'; docs/tools.md lists every key"
@@ -270,75 +263,24 @@ _TOOLS_HINT = "write 'tools:' with a list of {class_name, config, tool_schema}, 
 _OPTIONS = frozenset(item.name for item in dataclasses.fields(Options))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSandbox(SandboxLimits):
-    """``sandbox`` of an entry. A server lives as long as its trajectory; its other limits are a program's."""
+Isolate = Callable[[StdioSpec, Any, SettingsFile, Sequence[str]], StdioSpec]
+"""Returns the server that runs another in the ``sandbox`` of its entry, whose value stands at a place of the
+file. Raises ConfigError for a value that is wrong, and for a sandbox that this machine cannot give."""
 
-    seconds: Positive = 86400.0
-    cpu_seconds: PositiveWhole = 3600
-    processes: PositiveWhole = 64
-    open_files: PositiveWhole = 256
-    isolation: Isolation = "auto"
-    image: Text | None = None
-    network: Text = "none"
-    visible: tuple[Text, ...] = ()
-
-    def __post_init__(self) -> None:
-        is_docker = self.isolation == "docker"
-        if is_docker and self.image is None:
-            raise wrong("the image of the container", "image")
-        if not is_docker and (self.image is not None or self.network not in ("none", "host")):
-            raise broken(": 'image' and a named 'network' are Docker's", hint="write isolation: docker")
+SERVER_SANDBOXES: Registry[Isolate] = Registry(
+    "sandbox of tool servers", group="agentrl.server_sandboxes", built_in=("agentrl.worlds.sandbox.server",)
+)
 
 
-def isolated(spec: StdioSpec, sandbox: ServerSandbox, where: str) -> StdioSpec:
-    """Return the server that runs ``spec`` in ``sandbox``. Raises ConfigError, which names ``where``.
-
-    It starts in an empty private folder, the only one that it may write to; there ``${workdir}`` is ".".
-    """
-    inner = dataclasses.replace(
-        spec,
-        args=tuple(arg.replace(WORKDIR, ".") for arg in spec.args),
-        env={name: value.replace(WORKDIR, ".") for name, value in spec.env.items()},
-    )
-    if sandbox.isolation == "docker":
-        return _in_container(inner, sandbox)
-    return _in_sandbox(inner, sandbox, where)
-
-
-def _in_container(spec: StdioSpec, sandbox: ServerSandbox) -> StdioSpec:
-    command = "python3" if spec.command == sys.executable else spec.command
-    container = program_container(sandbox, str(sandbox.image), network=sandbox.network)
-    arguments = [
-        "run", "--interactive", "--init", "--rm", "--label", "agentrl=tool-server",
-        *limit_arguments(container), "--user", str(container.user), "--env", f"HOME={container.workdir}",
-        *(word for name in spec.env for word in ("--env", name)), "--entrypoint", command,
-        str(sandbox.image), *spec.args,
-    ]  # fmt: skip
-    return dataclasses.replace(spec, command="docker", args=tuple(arguments))
-
-
-def _in_sandbox(spec: StdioSpec, sandbox: ServerSandbox, where: str) -> StdioSpec:
-    namespaces = uses_namespaces(sandbox.isolation, where)
-    visible = [os.path.realpath(path) for path in sandbox.visible]
-    if spec.command == sys.executable:
-        own = (sys.prefix, sys.base_prefix, str(_PACKAGE))
-        visible += dict.fromkeys(path for part in own for path in (part, os.path.realpath(part)))
-        spec = dataclasses.replace(spec, env={"PYTHONPATH": str(_PACKAGE.parent), **spec.env})
-    job = Job(
-        visible=tuple(visible), directory=WORKDIR, namespaces=namespaces, network=sandbox.network,
-        limits=sandbox.as_dict(), command=(spec.command, *spec.args),
-    )  # fmt: skip
-    # Values of variables may be secrets, and every user of the machine can read arguments.
-    words = (
-        "-I",
-        "-S",
-        "-c",
-        start_code("main_attached"),
-        json.dumps(dataclasses.asdict(job)),
-        json.dumps([*spec.env]),
-    )
-    return dataclasses.replace(spec, command=sys.executable, args=words)
+def _isolated(spec: StdioSpec, sandbox: Any, file: SettingsFile, place: Sequence[str]) -> StdioSpec:
+    """Return the server that runs ``spec`` in ``sandbox``. Raises ConfigError: it never runs without it."""
+    isolate = SERVER_SANDBOXES.known().get("stdio")
+    if isolate is None:
+        raise file.error(
+            f"{'.'.join(place)}: agentrl.worlds, which has the sandbox, is not installed", *place,
+            hint="install the whole of agentrl, or leave 'sandbox' out for a server that you trust",
+        )  # fmt: skip
+    return isolate(spec, sandbox, file, place)
 
 
 def configured_servers(config: ToolConfig) -> list[ServerSpec]:
@@ -388,7 +330,7 @@ class _StdioEntry(Options):
     args: tuple[PlainText, ...] = ()
     env: Mapping[str, PlainText] = field(default_factory=dict)
     cwd: Text | None = None
-    sandbox: ServerSandbox | None = None
+    sandbox: Any = None
     scope: Scope = Scope.TRAJECTORY
 
     def __post_init__(self) -> None:
@@ -459,8 +401,9 @@ def _own(file: SettingsFile, key: str, name: str, entry: Any) -> McpSpec:
     spec = StdioSpec(
         name=name, command=command, args=stdio.args, env=stdio.env, cwd=stdio.cwd, options=_options(stdio)
     )
-    where = f"{file.path}: {key}.{name}.sandbox"
-    return spec if stdio.sandbox is None else isolated(spec, stdio.sandbox, where)
+    if stdio.sandbox is None:
+        return spec
+    return _isolated(spec, stdio.sandbox, file, (key, name, "sandbox"))
 
 
 def _options(entry: Options) -> Options:

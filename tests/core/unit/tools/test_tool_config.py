@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.base.registry import Registry
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError
 from agentrl.tools.config import (
     Hook,
     HttpSpec,
+    Isolate,
     Limits,
     ManagerSpec,
     Scope,
@@ -143,3 +145,17 @@ def test_manager_urls(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = ToolConfig(mcp_manager_url="http://h/mcp", mcp_server_name="search")
     assert configured_servers(plain) == [HttpSpec(name="search", url="http://h/mcp", headers=headers)]
     assert configured_servers(ToolConfig()) == []
+
+
+@pytest.mark.parametrize("key", ["servers", "mcpServers"])
+def test_a_server_in_a_sandbox_that_is_not_here_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr(
+        "agentrl.tools.config.SERVER_SANDBOXES", Registry[Isolate]("sandbox", group="agentrl.none")
+    )
+    for sandbox in ("{}", "{isolation: docker, image: x}", "false", "[]"):
+        path = tmp_path / "servers.yml"
+        path.write_text(f"{key}:\n  one:\n    command: ls\n    sandbox: {sandbox}\n")
+        with pytest.raises(ConfigError, match=rf"yml:4: {key}.one.sandbox: agentrl.worlds, which has the"):
+            load_servers(path)
