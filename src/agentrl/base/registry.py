@@ -49,10 +49,10 @@ class Registry(Generic[T]):
         """``kind`` names an extension in errors, such as ``scorer``; ``group`` is the entry-point group;
         ``flag`` is the command-line flag that chooses one, if there is one.
 
-        ``built_in`` names the modules that register built-in extensions. ``convert`` turns the object of a
-        path or of an entry point into a ``T``, or raises TypeError; by default any callable passes as it is.
-        ``hints`` has what to use instead of names that users know from elsewhere, by their letters and digits
-        in lower case.
+        ``built_in`` names the modules that register built-in extensions; those of a wing that is not there
+        are left out. ``convert`` turns the object of a path or of an entry point into a ``T``, or raises
+        TypeError; by default any callable passes as it is. ``hints`` has what to use instead of names that
+        users know from elsewhere, by their letters and digits in lower case.
         """
         self._kind = kind
         self._group = group
@@ -61,6 +61,8 @@ class Registry(Generic[T]):
         self._convert = convert or _callable
         self._hints = hints or {}
         self._registered: dict[str, T] = {}
+        self._absent: set[str] = set()
+        """Wings with built-in extensions whose folder is not there."""
 
     def register(self, *names: str) -> Callable[[T], T]:
         """Return a decorator that registers a function or class under ``names`` and returns it."""
@@ -104,15 +106,25 @@ class Registry(Generic[T]):
 
     def unknown(self, name: str, known: Sequence[str]) -> ConfigError:
         """Return the error for a name that is not in ``known``, with the nearest known name."""
+        hint = self._hints.get("".join(filter(str.isalnum, name.lower()))) or _hint(name, known)
+        if self._absent:
+            hint += f"; {' and '.join(sorted(self._absent))}, which may have it, is not installed"
         return ConfigError(
             f"unknown {self._kind} {name!r}{self._flag}"
             + (f"; choose one of {', '.join(known)}" if known else ""),
-            hint=self._hints.get("".join(filter(str.isalnum, name.lower()))) or _hint(name, known),
+            hint=hint,
         )
 
     def _import_built_in(self) -> None:
         for module in self._built_in:
-            importlib.import_module(module)
+            wing = _wing(module)
+            try:
+                importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                if error.name != wing:
+                    raise
+                self._absent.add(wing)
+        self._built_in = ()
 
     def _import(self, name: str, load: Callable[[], Any]) -> T:
         """Return what ``load`` imports, converted; ConfigError for anything that the import raises."""
@@ -130,6 +142,14 @@ class Registry(Generic[T]):
                 f"{name!r} cannot be used as {self._kind}: {error}",
                 hint=f"give the path of a {self._kind}, as in assets/examples",
             ) from error
+
+
+def _wing(module: str) -> str:
+    """Return the package right below ``agentrl`` that holds ``module``.
+
+    Only its folder may be absent: a misspelled module of a package that is there stays an error.
+    """
+    return ".".join(module.split(".")[:2])
 
 
 def _callable(extension: Any) -> Any:
