@@ -37,7 +37,7 @@ from agentrl.store.policy_versions import PolicyVersions, TrainerLeases
 from agentrl.store.records import Attempts, Records
 from agentrl.store.schema import holds_run, open_schema
 from agentrl.store.services import OutageRecords, Services
-from agentrl.store.settings import Ancestry, Imports, Settings
+from agentrl.store.settings import Ancestry, Imports, Settings, Withdrawals
 from agentrl.store.steps import Steps
 from agentrl.store.tasks import Tasks
 from agentrl.store.training_data import Training
@@ -71,6 +71,7 @@ class Store:
         self.imports = Imports(connection)
         self.settings = Settings(connection)
         self.ancestry = Ancestry(connection)
+        self.withdrawals = Withdrawals(connection)
         self.evaluations = Evaluations(connection)
         self.gateways = Gateways(connection)
         self.conversations = Conversations(connection)

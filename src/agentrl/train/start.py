@@ -43,7 +43,6 @@ from agentrl.documents.status import TrainerEnd
 from agentrl.documents.training import Checkpoint, TrainStep
 from agentrl.errors import ConfigError
 from agentrl.lab.recorded import RecordedStream
-from agentrl.lab.withdraw import Retractions
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import Precision
 from agentrl.model.load import resolve_dtype
@@ -239,7 +238,7 @@ async def _train(configs: Configs, world: World, lead_in: int | None) -> bool:
     with retry_outages(run.db_wait_seconds, stop):
         store, folders = await _join(configs, precision, is_agreed=lead_in is None)
         async with store, hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease:
-            await Retractions(store.connection).require_deleted()
+            await store.withdrawals.require_deleted()
             resumed = await _choose_checkpoint(store, configs, folders)
             await asyncio.to_thread(_prepare_folders, configs, folders)
             await lease.record_output(folders.place)
