@@ -10,7 +10,6 @@ import os
 import secrets
 import shutil
 import signal
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +41,6 @@ from agentrl.documents.run import Relative
 from agentrl.documents.status import TrainerEnd
 from agentrl.documents.training import Checkpoint, TrainStep
 from agentrl.errors import ConfigError
-from agentrl.lab.recorded import RecordedStream
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import Precision
 from agentrl.model.load import resolve_dtype
@@ -60,7 +58,7 @@ from agentrl.train.lease import TrainerLease, hold_lease
 from agentrl.train.loop import Trainer
 from agentrl.train.optimizer import schedule_length
 from agentrl.train.publishing import DeviceTurns, Progress, Publisher, Saver, roll_back
-from agentrl.train.source import max_staleness, open_source
+from agentrl.train.source import open_source
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import base_folder, read_header, stored_bytes, stored_dtype, tensor_files
 from agentrl.weights.storage import is_remote
@@ -368,7 +366,7 @@ async def _trainer(
         lease=lease,
         turns=turns,
         folders=folders,
-        max_staleness=sys.maxsize if isinstance(source, RecordedStream) else max_staleness(configs),
+        max_staleness=source.max_staleness,
         stop=stop,
     )
     saver = Saver(
