@@ -230,7 +230,7 @@ def ratios(runs: Sequence[Run], level: float) -> dict[str, float]:
 
 def plot(runs: Sequence[Run], out: Path) -> None:
     """Draw reward over seconds."""
-    from agentrl.screens.plotting import COLORS, finish, new_figure, save_figure
+    from agentrl.observe.plotting import COLORS, finish, new_figure, save_figure
 
     figure = new_figure(8.0, 4.2)
     axes = figure.subplots()

@@ -99,7 +99,7 @@ class Outcome:
 
 async def read_outcome(run_name: str, output: Path) -> Outcome | None:
     """Read the rewards from the database and plot them; None if there is no step."""
-    from agentrl.screens.plotting import plot_curve
+    from agentrl.observe.plotting import plot_curve
     from agentrl.store.client import open_store
 
     async with await open_store(RunConfig(run_name=run_name)) as store:
@@ -107,7 +107,7 @@ async def read_outcome(run_name: str, output: Path) -> Outcome | None:
         if not steps:
             return None
         plot = output / "curve.png"
-        plot_curve(run_name, await store.views.steps(), plot)
+        plot_curve(run_name, await store.steps.metrics(), plot)
         metrics = [step.metrics for step in steps]
         groups = await store.details.groups()
         return Outcome(

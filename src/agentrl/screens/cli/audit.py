@@ -211,9 +211,9 @@ async def _search(store: Store, flags: RecordsFlags) -> tuple[list[TrajectoryRow
 
 
 async def _curve(store: Store, configs: Configs, names: list[str]) -> _Answer:
-    from agentrl.screens.plotting import committed_values, metric_names, plot_curve, plot_metrics
+    from agentrl.observe.plotting import committed_values, metric_names, plot_curve, plot_metrics
 
-    steps = await store.views.steps()
+    steps = await store.steps.metrics()
     known = metric_names(steps)
     for name in names:
         if name not in known:

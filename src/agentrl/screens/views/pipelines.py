@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any
@@ -23,6 +22,7 @@ from agentrl.documents.status import (
     values,
 )
 from agentrl.documents.task import task_key
+from agentrl.documents.training import metric_number
 from agentrl.store.mechanics.connection import DATA, MODEL_CALL, RECORD, STEP, TASK, VERSION, Json
 
 
@@ -179,10 +179,7 @@ class StepRow(Root):
 
     def metric(self, name: str) -> float | None:
         """Return a metric that is a finite number; None without it."""
-        value = self.metrics.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            return None
-        return float(value)
+        return metric_number(self.metrics.get(name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
