@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -260,13 +259,6 @@ class TrainStep(Root):
     def own_data(self) -> tuple[str, ...]:
         """``data`` that this run holds: none for a recorded step."""
         return self.data if self.recorded is None else ()
-
-
-def metric_number(value: object) -> float | None:
-    """Return a value of ``TrainStep.metrics`` that is a finite number; None for any other."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
 
 
 BYTES_PER_TOKEN: Final = 4

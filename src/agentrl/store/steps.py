@@ -11,9 +11,9 @@ from pymongo import ASCENDING, DESCENDING, UpdateMany
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.base.batches import batches
-from agentrl.documents.base import plain
+from agentrl.documents.base import is_finite, plain
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, StepStatus, values
-from agentrl.documents.training import PendingCommit, TrainStep, metric_number
+from agentrl.documents.training import PendingCommit, TrainStep
 from agentrl.errors import StoreError
 from agentrl.store.mechanics.blobs import seal
 from agentrl.store.mechanics.connection import (
@@ -375,7 +375,11 @@ class Steps(Repository):
 
 
 def _numbers(metrics: Json) -> dict[str, float]:
-    return {name: number for name, value in metrics.items() if (number := metric_number(value)) is not None}
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if is_finite(value) and not isinstance(value, bool)
+    }
 
 
 def _cannot_commit(step_id: str) -> StoreError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any
@@ -22,7 +23,6 @@ from agentrl.documents.status import (
     values,
 )
 from agentrl.documents.task import task_key
-from agentrl.documents.training import metric_number
 from agentrl.store.mechanics.connection import DATA, MODEL_CALL, RECORD, STEP, TASK, VERSION, Json
 
 
@@ -179,7 +179,10 @@ class StepRow(Root):
 
     def metric(self, name: str) -> float | None:
         """Return a metric that is a finite number; None without it."""
-        return metric_number(self.metrics.get(name))
+        value = self.metrics.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return None
+        return float(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
