@@ -33,12 +33,12 @@ from agentrl.documents.status import (
     VersionStatus,
 )
 from agentrl.lab.withdraw import Retractions
-from agentrl.screens.views.counts import Counts, Disk, FailureCount, Rates
+from agentrl.screens.views.counts import Counts, FailureCount, Rates
 from agentrl.screens.views.pipelines import EngineRow, StepRow
 from agentrl.screens.views.read import Views
-from agentrl.screens.views.runs import Activity, activity_of
 from agentrl.store.client import Store
 from agentrl.store.evaluations import SEEN_SECONDS
+from agentrl.store.runs import Activity, Disk, activity_of
 from agentrl.store.services import Liveness
 
 LAST_VERSIONS = 10
