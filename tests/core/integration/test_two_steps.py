@@ -28,8 +28,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 STEPS, GROUPS, GENERATIONS = 2, 2, 2
 SAMPLING = (
-    "--num_generations", str(GENERATIONS), "--max_turns", "1", "--max_prompt_tokens", "128", "--max_new_tokens", "8",
-    "--prompt_reserve_tokens", "32", "--max_tokens", "1024", "--max_total_tokens", "8192", "--max_staleness", "9",
+    "--num_generations", str(GENERATIONS), "--max_turns", "1", "--max_prompt_tokens", "128",
+    "--max_new_tokens", "8", "--prompt_reserve_tokens", "32", "--max_tokens", "1024",
+    "--max_total_tokens", "8192", "--max_staleness", "9",
 )  # fmt: skip
 TRAINING = ("--max_steps", str(STEPS), "--groups_per_step", str(GROUPS))
 
@@ -95,7 +96,8 @@ async def test_a_run_of_two_steps(
         sampler = start("sample", "--train_file", str(tasks), *SAMPLING)
         trainer = start("train", *SAMPLING, *TRAINING)
         await until(lambda: trainer.poll() is not None or sampler.poll() not in (None, 0), 200)
-    said = {name: (tmp_path / f"{name}.txt").read_text(errors="replace")[-3000:] for name in ("sample", "train")}
+    logs = (tmp_path / "sample.txt", tmp_path / "train.txt")
+    said = {log.stem: log.read_text(errors="replace")[-3000:] for log in logs}
     assert trainer.poll() == 0, said
     committed = await store.steps.find(status=StepStatus.COMMITTED)
     assert [step.step for step in committed] == [1, 2], said
