@@ -49,10 +49,10 @@ class Registry(Generic[T]):
         """``kind`` names an extension in errors, such as ``scorer``; ``group`` is the entry-point group;
         ``flag`` is the command-line flag that chooses one, if there is one.
 
-        ``built_in`` names the modules that register built-in extensions. ``convert`` turns the object of a
-        path or of an entry point into a ``T``, or raises TypeError; by default any callable passes as it is.
-        ``hints`` has what to use instead of names that users know from elsewhere, by their letters and digits
-        in lower case.
+        ``built_in`` names the modules that register built-in extensions; those of a wing that is not there
+        are left out. ``convert`` turns the object of a path or of an entry point into a ``T``, or raises
+        TypeError; by default any callable passes as it is. ``hints`` has what to use instead of names that
+        users know from elsewhere, by their letters and digits in lower case.
         """
         self._kind = kind
         self._group = group
@@ -112,7 +112,11 @@ class Registry(Generic[T]):
 
     def _import_built_in(self) -> None:
         for module in self._built_in:
-            importlib.import_module(module)
+            try:
+                importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                if error.name != _wing(module):
+                    raise
 
     def _import(self, name: str, load: Callable[[], Any]) -> T:
         """Return what ``load`` imports, converted; ConfigError for anything that the import raises."""
@@ -130,6 +134,14 @@ class Registry(Generic[T]):
                 f"{name!r} cannot be used as {self._kind}: {error}",
                 hint=f"give the path of a {self._kind}, as in assets/examples",
             ) from error
+
+
+def _wing(module: str) -> str:
+    """Return the package right below ``agentrl`` that holds ``module``.
+
+    Only its folder may be absent: a misspelled module of a package that is there stays an error.
+    """
+    return ".".join(module.split(".")[:2])
 
 
 def _callable(extension: Any) -> Any:

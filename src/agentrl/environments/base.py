@@ -193,7 +193,7 @@ ENVIRONMENTS: Registry[type[Environment]] = Registry(
     "environment",
     group="agentrl.environments",
     built_in=[
-        f"agentrl.environments.{name}"
+        f"agentrl.worlds.{name}"
         for name in (
             "reasoning_gym",
             "textarena",

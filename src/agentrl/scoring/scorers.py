@@ -153,10 +153,12 @@ SCORERS: Registry[Scorer] = Registry(
     "scorer",
     group="agentrl.scorers",
     convert=_scorer_of,
-    built_in=[
-        *(f"agentrl.scoring.{name}" for name in ("answers", "judge", "code")),
+    built_in=(
+        "agentrl.scoring.answers",
+        "agentrl.scoring.judge",
         "agentrl.environments.session",
-    ],
+        "agentrl.worlds.code",
+    ),
 )
 
 _BLOCKING = "agentrl_blocking"

@@ -4,9 +4,11 @@ import json
 from collections.abc import Callable
 from contextvars import copy_context
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 
 import pytest
 
+import agentrl
 from agentrl.base.permissions import allow
 from agentrl.base.registry import Registry
 from agentrl.chat.parsers.base import get_parser
@@ -67,6 +69,30 @@ def test_what_a_path_names_is_converted() -> None:
         things.get("json:dumps")
     with pytest.raises(ConfigError, match="of type str, not a function or class"):
         Registry[object]("thing", group="agentrl.no_group").get("json.decoder:__name__")
+
+
+def test_modules_of_a_wing_that_is_not_there_are_left_out() -> None:
+    built_in = ["agentrl.no_such_wing.views.things", "agentrl.no_such_wing"]
+    things: Registry[object] = Registry("thing", group="agentrl.no_group", built_in=built_in)
+    assert things.names() == []
+    with pytest.raises(ConfigError, match="unknown thing 'one'"):
+        things.get("one")
+
+
+@pytest.mark.parametrize("built_in", ["agentrl.base.no_such_module", "no_such_package.things"])
+def test_a_misspelled_module_of_a_package_that_is_there_is_an_error(built_in: str) -> None:
+    things: Registry[object] = Registry("thing", group="agentrl.no_group", built_in=[built_in])
+    with pytest.raises(ModuleNotFoundError, match="no_such"):
+        things.names()
+
+
+def test_what_a_module_of_a_wing_lacks_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_wing").mkdir()
+    (tmp_path / "a_wing/things.py").write_text("import no_such_package")
+    monkeypatch.setattr("agentrl.__path__", [*agentrl.__path__, str(tmp_path)])
+    things: Registry[object] = Registry("thing", group="agentrl.no_group", built_in=["agentrl.a_wing.things"])
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        things.names()
 
 
 @pytest.mark.parametrize(

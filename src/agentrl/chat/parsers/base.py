@@ -68,7 +68,7 @@ PARSERS: Registry[ParserFactory] = Registry(
     "tool-call parser",
     group="agentrl.tool_call_parsers",
     flag="--tool_call_parser",
-    built_in=[f"agentrl.chat.parsers.{name}" for name in ("marked", "pythonic", "structured", "tagged")],
+    built_in=[f"agentrl.chat.parsers.{name}" for name in ("marked", "pythonic", "tagged")],
 )
 """Tool-call parsers by name: ``--tool_call_parser``."""
 

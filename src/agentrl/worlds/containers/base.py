@@ -156,7 +156,7 @@ def _class(extension: Any) -> type[Container]:
 
 CONTAINERS: Final[Registry[type[Container]]] = Registry(
     "container back end",
-    group="agentrl.worlds.containers",
+    group="agentrl.containers",
     built_in=(
         "agentrl.worlds.containers.docker",
         "agentrl.worlds.containers.kubernetes",
