@@ -61,6 +61,8 @@ class Registry(Generic[T]):
         self._convert = convert or _callable
         self._hints = hints or {}
         self._registered: dict[str, T] = {}
+        self._absent: set[str] = set()
+        """Wings with built-in extensions whose folder is not there."""
 
     def register(self, *names: str) -> Callable[[T], T]:
         """Return a decorator that registers a function or class under ``names`` and returns it."""
@@ -104,19 +106,25 @@ class Registry(Generic[T]):
 
     def unknown(self, name: str, known: Sequence[str]) -> ConfigError:
         """Return the error for a name that is not in ``known``, with the nearest known name."""
+        hint = self._hints.get("".join(filter(str.isalnum, name.lower()))) or _hint(name, known)
+        if self._absent:
+            hint += f"; {' and '.join(sorted(self._absent))}, which may have it, is not installed"
         return ConfigError(
             f"unknown {self._kind} {name!r}{self._flag}"
             + (f"; choose one of {', '.join(known)}" if known else ""),
-            hint=self._hints.get("".join(filter(str.isalnum, name.lower()))) or _hint(name, known),
+            hint=hint,
         )
 
     def _import_built_in(self) -> None:
         for module in self._built_in:
+            wing = _wing(module)
             try:
                 importlib.import_module(module)
             except ModuleNotFoundError as error:
-                if error.name != _wing(module):
+                if error.name != wing:
                     raise
+                self._absent.add(wing)
+        self._built_in = ()
 
     def _import(self, name: str, load: Callable[[], Any]) -> T:
         """Return what ``load`` imports, converted; ConfigError for anything that the import raises."""

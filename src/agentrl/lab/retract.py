@@ -1,6 +1,7 @@
 """Withdraw trajectories and tasks from a run, its children and its exports, in order (``agentrl retract``).
 
-The next trainer goes on from that checkpoint and trains the later steps again, with the data that are left.
+After ``--rebuild``, the next trainer goes on from the last clean checkpoint and trains the later steps again,
+with the data that are left.
 """
 
 from __future__ import annotations
