@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 STEPS, GROUPS, GENERATIONS = 2, 2, 2
 SAMPLING = (
     "--num_generations", str(GENERATIONS), "--max_turns", "1", "--max_prompt_tokens", "128",
-    "--max_new_tokens", "8", "--prompt_reserve_tokens", "32", "--max_tokens", "1024",
+    "--max_new_tokens", "32", "--prompt_reserve_tokens", "32", "--max_tokens", "1024",
     "--max_total_tokens", "8192", "--max_staleness", "9",
 )  # fmt: skip
 TRAINING = ("--max_steps", str(STEPS), "--groups_per_step", str(GROUPS))
@@ -42,7 +42,9 @@ class Answering(ScriptedEngine):
         super().__init__(self.answer)
         tokenizer = tiny_tokenizer()
         self.vocab_size = len(tokenizer)
-        self._answers = itertools.cycle([tokenizer.encode(f"{text}<|im_end|>") for text in "ab"])
+        self._answers = itertools.cycle(
+            [tokenizer.encode(f"<answer>{text}</answer><|im_end|>") for text in "ab"]
+        )
         self.version = 0
 
     async def answer(self, call: Call) -> None:
