@@ -404,7 +404,7 @@ class Reopening(Repository):
         """
         of_split: Json = {} if split is None else {"split": split}
         done = Reopened()
-        failed = {"status": {"$in": _BEGUN}, "lease.status": SlotStatus.FAILED.value, **of_split}
+        failed = {"status": {"$in": _BEGUN}, "slots.status": SlotStatus.FAILED.value, **of_split}
         for task_id in sorted(await self._ids(TASK, {**failed, "epoch": {"$ne": CONVERSATIONS}})):
             records = None if not kinds else {"task": task_id, "failure.kind": {"$in": list(kinds)}}
             if changed := await self._change(task_id, records, _opening, done.left, dry_run):

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from agentrl.base.concurrency import end_tasks, time_limit
@@ -15,10 +16,17 @@ from agentrl.base.registry import Registry
 from agentrl.base.spans import Attributes, Span, tracer
 from agentrl.base.user_code import contain, describe
 from agentrl.documents.base import is_score, sanitize_bson, score_problem
-from agentrl.documents.model_call import ToolExecution
-from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    ToolExecution,
+    branches_of,
+    conversation,
+    main_branch,
+    of_main_role,
+)
+from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS, Record
 from agentrl.documents.status import CallStatus
-from agentrl.documents.task import Task, scorer_weights
+from agentrl.documents.task import FEEDBACK, Task, scorer_weights
 from agentrl.errors import ConfigError, FailureError, OutageError, ScorerError, judge
 from agentrl.llm.agent_config import section_values
 from agentrl.scoring.groups import (
@@ -368,3 +376,41 @@ def _number(name: str, value: Any) -> float:
     if is_score(value):
         return float(value)
     raise ScorerError(f"{name} returned {describe(value)}, which {score_problem(value)}")
+
+
+def stored_context(
+    task: Task, record: Record, calls: Sequence[DispatchedSamplingTask], agent_config_path: str
+) -> ScorerContext:
+    """Return a scorer's input, read from stored documents; without messages if they were pruned."""
+    path: Sequence[DispatchedSamplingTask] = of_main_role(calls)
+    is_branched = any(call.parent not in (None, before.id) for before, call in pairwise(path))
+    if is_branched or record.train_rule is not None:
+        main = main_branch(branches_of(path))
+        path = () if main is None else main.calls
+    first = max((number for number, call in enumerate(path) if call.parent is None), default=0)
+    scored = tuple(
+        ScoredCall.of(call.response, call.tool_executions, call.status, call.role) for call in calls
+    )
+    return ScorerContext(
+        query=task.query,
+        final_answer=record.final_answer,
+        answer=task.answer,
+        aug_answers=task.aug_answers,
+        messages=tuple(conversation(path[first:])),
+        calls=scored,
+        meta=task.meta,
+        environment=task.environment,
+        tool_rewards=record.tool_rewards,
+        agent_score=record.agent_score or _feedback(task, record, scored),
+        agent_config_path=agent_config_path,
+    )
+
+
+def _feedback(task: Task, record: Record, calls: Sequence[ScoredCall]) -> dict[str, Any] | None:
+    """Return the score that people gave to a trajectory that waits for their feedback; None without one."""
+    reward = record.reported_reward
+    if task.scorer != FEEDBACK or reward is None:
+        return None
+    turns = {int(call): value for call, value in reward.turn_rewards.items()} or None
+    given = ScoreResult(reward.score, reward.details, turns, reward.role_rewards or None)
+    return {**checked_score(FEEDBACK, given, calls), "scorer": FEEDBACK}

@@ -312,7 +312,7 @@ class Claims(Repository):
         if only_scorer is not None:
             excluded = {"scorer": only_scorer}
         query = {
-            "split": split, "status": TaskStatus.RUNNING.value, "lease.status": SlotStatus.SAMPLED.value,
+            "split": split, "status": TaskStatus.RUNNING.value, "slots.status": SlotStatus.SAMPLED.value,
             **excluded, **lease.any_slot(lease.UNSCORED),
         }  # fmt: skip
         tasks = self._collection(TASK)
@@ -352,7 +352,7 @@ class Claims(Repository):
         """Return the claims that ``owner`` holds according to the database."""
         mine = {"owner": owner, "status": SlotStatus.RUNNING.value}
         query = {
-            "split": split, "status": TaskStatus.RUNNING.value, "lease.status": SlotStatus.RUNNING.value,
+            "split": split, "status": TaskStatus.RUNNING.value, "slots.status": SlotStatus.RUNNING.value,
             "slots": {"$elemMatch": mine},
         }  # fmt: skip
         tasks = await self._all(Task, TASK, query)
@@ -373,7 +373,7 @@ class Claims(Repository):
         query = {
             "split": split,
             "status": {"$in": [TaskStatus.RUNNING.value, TaskStatus.WAITING.value]},
-            "lease.status": SlotStatus.FAILED.value,
+            "slots.status": SlotStatus.FAILED.value,
             "epoch": {"$ne": CONVERSATIONS},
         }
         result = await self._collection(TASK).update_many(query, lease.change_slots(failed, lease.REOPENED))
@@ -448,7 +448,7 @@ def _open_slots(request: ClaimRequest, status: TaskStatus) -> Json:
     """Return a filter for groups in ``status`` with an open slot that the request's limit allows."""
     allowed = {} if request.limit is None else request.limit.query
     return {
-        "split": request.split, "status": status.value, "lease.status": SlotStatus.OPEN.value,
+        "split": request.split, "status": status.value, "slots.status": SlotStatus.OPEN.value,
         **allowed, **request.without.excluded, **lease.any_slot(lease.OPEN),
     }  # fmt: skip
 
@@ -463,7 +463,7 @@ async def live_claims(connection: Connection, split: str | None = None) -> dict[
         {"$match": running},
         {"$project": {"slots": {"$filter": {"input": "$slots", "as": "slot", "cond": lease.LIVE}}}},
         {"$unwind": "$slots"},
-        {"$group": {"_id": "$lease.owner", "claims": {"$sum": 1}}},
+        {"$group": {"_id": "$slots.owner", "claims": {"$sum": 1}}},
         {"$sort": {"_id": 1}},
     ]
     groups = await (await connection.collection(TASK).aggregate(pipeline)).to_list()
@@ -474,7 +474,7 @@ async def count_unscored(connection: Connection, split: str) -> int:
     """Return the number of sampled trajectories of a split that wait for a scorer; people may take days."""
     waits = {"$filter": {"input": "$slots", "as": "slot", "cond": lease.SAMPLED}}
     query: Json = {
-        "split": split, "status": TaskStatus.RUNNING.value, "lease.status": SlotStatus.SAMPLED.value,
+        "split": split, "status": TaskStatus.RUNNING.value, "slots.status": SlotStatus.SAMPLED.value,
         "scorer": {"$ne": FEEDBACK},
     }  # fmt: skip
     total = {"$group": {"_id": None, "count": {"$sum": {"$size": waits}}}}

@@ -4,7 +4,7 @@ A task's ``answer`` holds the tests: a list, or an object ``{"tests": […], "sa
 the sandbox. A test is ``{"input": text, "output": text}``, which the program reads and prints, or text:
 Python with assertions, run after the program. ``{"inputs": […], "outputs": […]}`` is read too, and JSON text.
 
-agentrl tasks load 'env:code?file=problems.jsonl&n=500' --run_name …
+    agentrl tasks load 'env:code?file=problems.jsonl&n=500' --run_name …
 
 Each line of the file is a task whose ``answer`` has the tests of the scorer ``code``, and whose ``sandbox``,
 if given, the sandbox's limits and isolation.
