@@ -18,7 +18,6 @@ from warm_python import warm_server
 
 from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import RunConfig
-from agentrl.local.mongod import EmbeddedMongo
 from agentrl.observe.logging import LogWriter
 from agentrl.store import claims
 from agentrl.store.client import Store, open_store
@@ -119,7 +118,16 @@ def log_writers_end_with_their_test() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def mongo_uri(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URI of an embedded server that lives as long as the test session; its data are in memory."""
+    """The URI of an embedded server that lives as long as the test session; its data are in memory.
+
+    ``AGENTRL_TEST_MONGODB`` names another one, for tests of the core where the wing ``local`` is not there.
+    """
+    if given := os.environ.get("AGENTRL_TEST_MONGODB"):
+        _forget_dropped_data_soon(given)
+        yield given
+        return
+    from agentrl.local.mongod import EmbeddedMongo
+
     with memory_folder(tmp_path_factory.mktemp("mongo")) as folder:
         mongo = EmbeddedMongo(folder / "mongo")
         try:
