@@ -1,6 +1,6 @@
 """What is installed: the packages that extras bring, and the files that AgentRL ships.
 
-python -m agentrl.base.installation                        # print their folder
+    python -m agentrl.base.installation                        # print their folder
     python -m agentrl.base.installation demo/units.py …        # run a program among them
 
 They are in a clone of the repository, and in ``agentrl/assets/`` of a wheel: ``setup.py`` copies them.

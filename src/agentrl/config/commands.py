@@ -28,7 +28,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "eval": ("agentrl.cli.evaluate", "evaluate a policy on a task file; compare and list evaluations"),
     "blame": ("agentrl.lab.cli.blame", "which trajectories moved held-out tasks between evaluations"),
     "sft": ("agentrl.cli.training:sft", "supervised fine-tuning on conversations"),
-    "dashboard": ("agentrl.cli.services:dashboard", "web pages about the runs of a server; reads only"),
+    "dashboard": ("agentrl.screens.cli.dashboard", "web pages about the runs of a server; reads only"),
     "status": ("agentrl.screens.cli.status", "what runs now: the runs of a server, or one run, live"),
     "audit": ("agentrl.screens.cli.audit", "look at a run: its state, a trajectory, its curve"),
     "parity": ("agentrl.local.cli.parity", "compare the trainer's logprobs with an engine's"),

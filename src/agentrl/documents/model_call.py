@@ -1,7 +1,8 @@
 """DispatchedSamplingTask: one model call, with packed tokens, routed experts, sampling masks and branches.
 
-A piece is a header and the experts of consecutive tokens. Its bytes never change once an engine's answer is
-packed: model calls and training data hold the same ones, so that they compare equal on every machine.
+A piece of routing is a header and the experts of consecutive tokens. Its bytes never change once an engine's
+answer is packed: model calls and training data hold the same ones, so that they compare equal on every
+machine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Copy a run into a folder, as of one moment, and from a folder or a database into an empty database.
 
-Two of them at once, or one that was stopped and goes on after another has finished, must not write into one
+Two imports at once, or one that was stopped and goes on after another has finished, must not write into one
 database. Why not a transaction? A run is larger than one may be. The schema document is the mark: it says
 that the database is not a run yet, and who is making it one.
 

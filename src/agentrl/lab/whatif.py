@@ -28,8 +28,8 @@ from agentrl.lab.recorded import RecordedSettings, RecordedStream
 from agentrl.lab.rescore import Regrouping, regrouping_of
 from agentrl.lab.whatif_run import Floats, stored_flags, token_weights
 from agentrl.losses.settings import LossSettings
+from agentrl.observe.plotting import COLORS
 from agentrl.observe.terminal import MISSING, finite, number, table
-from agentrl.screens.plotting import COLORS
 from agentrl.store.client import Store, open_existing
 from agentrl.weights.delta import LayerDifference, layer_differences
 from agentrl.weights.folder import architecture, base_folder

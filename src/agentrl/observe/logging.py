@@ -1,8 +1,8 @@
 """Log to stderr and to a file from every process: one line format, secrets redacted, long records cut.
 
-A rule finds a secret by its name (``password=…``), its place (``://user:password@host``) or its published
-prefix (``AKIA…``, ``glpat-…``). To stay linear, a rule whose end may be missing limits every repetition
-before it, or begins with a literal that the repetition cannot contain.
+A rule of redaction finds a secret by its name (``password=…``), its place (``://user:password@host``) or its
+published prefix (``AKIA…``, ``glpat-…``). To stay linear, a rule whose end may be missing limits every
+repetition before it, or begins with a literal that the repetition cannot contain.
 
 A background thread formats and writes, so that a long record or a slow disk never blocks an event loop.
 

@@ -1,6 +1,7 @@
 """Compare answers: as text in a normal form, and as mathematics by math-verify.
 
-The scorers ``exact`` and ``f1`` and the judge's shortcut use it, and ``math`` before it asks math-verify.
+The scorers ``exact`` and ``f1`` and the judge's shortcut use the normal form, and ``math`` before it asks
+math-verify.
 
 math-verify alone drops units, bases, primes, dots and the case of letters, multiplies the letters of words
 (*listen* = *silent*) and rounds to six decimals. Here each of them counts, but for a unit that only one of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -170,18 +170,30 @@ SCORERS: Registry[Scorer] = Registry(
 )
 
 _BLOCKING = "agentrl_blocking"
+_CHECK_ANSWER = "agentrl_check_answer"
+_NAMES_IN_ANSWER = "agentrl_names_in_answer"
 
 
-def scorer(*names: str, blocking: bool = False) -> Callable[[S], S]:
+def scorer(
+    *names: str,
+    blocking: bool = False,
+    check_answer: Callable[[Any], object] | None = None,
+    names_in_answer: Callable[[Any], Iterable[str]] | None = None,
+) -> Callable[[S], S]:
     """Register a function ``(ScorerContext) -> float | ScoreResult`` under ``names``.
 
     It may take ``(model_answer, ground_truth)`` or ``(model_answer, ground_truth, scorer_agent_config)`` too.
     A function that is not async runs in a worker process. So does an async one with ``blocking``: it
     computes for long, or waits without ``await``.
+
+    Of a task's answer, ``check_answer`` raises ScorerError if the scorer cannot read it, and
+    ``names_in_answer`` returns the code, servers and files that it names, as ``permissions`` writes them.
     """
 
     def decorate(function: S) -> S:
         setattr(function, _BLOCKING, blocking)
+        setattr(function, _CHECK_ANSWER, check_answer)
+        setattr(function, _NAMES_IN_ANSWER, names_in_answer)
         SCORERS.add(_scorer_of(function), *names)
         return function
 
@@ -194,6 +206,37 @@ def require_scorer(name: str) -> None:
         SCORERS.get(part)
         if part == "math":
             require("math_verify", "the scorer math")
+
+
+def check_answer(task: Task) -> None:
+    """Raise ScorerError for an answer that a scorer of the task cannot read."""
+    for name, check in _declared(task, _CHECK_ANSWER):
+        try:
+            check(task.answer)
+        except ScorerError as error:
+            raise ScorerError(f"scorer {name}: {error.message}", hint=error.hint) from error
+
+
+def names_in_answer(task: Task) -> frozenset[str]:
+    """Return what the task's answer names, for those of its scorers that say so."""
+    return frozenset(name for _, names in _declared(task, _NAMES_IN_ANSWER) for name in names(task.answer))
+
+
+def _declared(task: Task, what: str) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """Yield what the scorers of a task declare, by name; nothing for one that is not here.
+
+    A path ``module:function`` is not imported: this is asked before anybody allows the task's names.
+    """
+    for name in scorer_weights(task.scorer):
+        if ":" in name:
+            continue
+        try:
+            function = SCORERS.get(name)
+        except ConfigError:
+            continue  # it is refused where the scorer is looked for
+        own = function.function if isinstance(function, AnswerScorer) else function
+        if (declared := getattr(own, what, None)) is not None:
+            yield name, declared
 
 
 async def run_scorer(name: str, context: ScorerContext, timeout: float) -> ScoreResult:

@@ -17,10 +17,6 @@ from pymongo.errors import PyMongoError
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, RunMissingError, StoreError
-from agentrl.screens.views.counts import Counts, Details
-from agentrl.screens.views.read import TokenReads, Views
-from agentrl.screens.views.scores import Rewards
-from agentrl.screens.views.trajectories import TrajectorySearch
 from agentrl.store.claims import Claims, ExpiredLeases
 from agentrl.store.columns import Columns
 from agentrl.store.epochs import Epochs
@@ -75,12 +71,6 @@ class Store:
         self.conversations = Conversations(connection)
         self.images = Images(connection)
         self.labels = Labels(connection)
-        self.views = Views(connection)
-        self.counts = Counts(connection)
-        self.details = Details(connection)
-        self.trajectories = TrajectorySearch(connection)
-        self.tokens = TokenReads(connection)
-        self.rewards = Rewards(connection)
         self._changes = Changes(connection)
 
     @property
@@ -90,12 +80,12 @@ class Store:
 
     @property
     def database(self) -> AsyncDatabase[dict[str, Any]]:
-        """Return the run's database. Only tests use it: other reads belong in ``views``."""
+        """Return the run's database. Only tests use it: other calls belong in a repository."""
         return self._connection.database
 
     @property
     def connection(self) -> Connection:
-        """Return the connection, for the repositories of ``agentrl db``."""
+        """Return the connection, for the repositories that wings make of it."""
         return self._connection
 
     @property

@@ -1,11 +1,11 @@
 """Hand a version to engines without a disk: in sealed memory files, or over process groups of two.
 
-The file is a ``memfd``: it has no name, needs no room in ``/dev/shm``, and is gone when the last process that
-uses it has ended, however it ends. Engines reach it as ``/proc/PID/fd/N`` of the trainer.
+A memory file is a ``memfd``: it has no name, needs no room in ``/dev/shm``, and is gone when the last process
+that uses it has ended, however it ends. Engines reach it as ``/proc/PID/fd/N`` of the trainer.
 
-The trainer runs a ``TCPStore``. ``agentrl serve`` finds its address in the version's document, asks there for
-a version, and lets its engine join the group and receive. A group of its own for each engine lets an engine
-die or join at any time. It is kept between versions, and made again after a failure.
+For a group, the trainer runs a ``TCPStore``. ``agentrl serve`` finds its address in the version's document,
+asks there for a version, and lets its engine join the group and receive. A group of its own for each engine
+lets an engine die or join at any time. It is kept between versions, and made again after a failure.
 """
 
 from __future__ import annotations

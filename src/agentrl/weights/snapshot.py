@@ -9,7 +9,7 @@ Every rank owns whole layers, because transformers splits and joins tensors with
 hold a layer gather it; its owner alone converts it to the names in the files and copies it.
 ``huggingface_hub.save_torch_state_dict`` would need the whole state dict on one rank.
 
-``safetensors.torch.save_file`` would leave the files to be read again for their checksums.
+Why not ``safetensors.torch.save_file``? It would leave the files to be read again for their checksums.
 """
 
 from __future__ import annotations

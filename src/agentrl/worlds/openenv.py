@@ -4,7 +4,7 @@ A message ``{"type": "reset" | "step" | "state" | "close", "data": …}`` is ans
 ``{"type": "observation" | "state" | "error", "data": …}``. The session, with its state, ends with the
 connection. The client of the package ``openenv`` is not used: it needs other versions of ``mcp``.
 
-agentrl tasks load 'env:openenv?url=http://127.0.0.1:8000&n=1000&seed=1' --run_name …
+    agentrl tasks load 'env:openenv?url=http://127.0.0.1:8000&n=1000&seed=1' --run_name …
 
 Task i resets the server with a seed of its own; what the server then shows is the task's query. The model
 acts by its messages, by a tool ``step``, or by the tools that the server lists.

@@ -1,6 +1,6 @@
 """Run an environment of the package verifiers, unmodified, in a venv of its own; as environment or as agent.
 
-agentrl tasks load 'env:verifiers?id=my_environment&n=500' --run_name …
+    agentrl tasks load 'env:verifiers?id=my_environment&n=500' --run_name …
 
 A sampler has one process for each environment (``verifiers_worker.py``). It runs all rollouts, each against
 the gateway of its trajectory, and scores them; the agent ``verifiers`` waits for it.

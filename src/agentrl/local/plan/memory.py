@@ -1,9 +1,9 @@
 """The memory of a rank in a training step, in closed forms, of a model that is read without its weights.
 
-They describe a decoder of attention with rotary positions, norms, and a gated feed-forward layer or experts,
-as the trainer runs it: FSDP2 gathers a layer's weights in the dtype of products and the next layer's ahead,
-keeps embedding and head gathered, and adds gradients in the dtype of the weights. ``tests/fake_gpu`` and
-``scripts/bench/plan.py`` hold them within 10 % of simulated and of real steps.
+The forms describe a decoder of attention with rotary positions, norms, and a gated feed-forward layer or
+experts, as the trainer runs it: FSDP2 gathers a layer's weights in the dtype of products and the next layer's
+ahead, keeps embedding and head gathered, and adds gradients in the dtype of the weights. ``tests/fake_gpu``
+and ``scripts/bench/plan.py`` hold them within 10 % of simulated and of real steps.
 """
 
 from __future__ import annotations

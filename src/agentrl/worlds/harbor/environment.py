@@ -1,6 +1,6 @@
 """Environment ``harbor``: a task of Harbor's format in a container, scored by the tests of its folder.
 
-agentrl tasks load DIR --run_name …
+    agentrl tasks load DIR --run_name …
 
 DIR is the folder of a task, of a data set, or a git bundle of either. ``tests/`` and ``solution/`` do not
 reach the container while the agent works: the tests are copied into it when the agent has ended.
