@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Callable
 from typing import Final, cast
 
+from agentrl.errors import ConfigError
+
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "mongo": ("agentrl.local.cli.mongo", "the embedded MongoDB: up, status, down"),
     "tasks": ("agentrl.cli.tasks", "check tasks of any source, load them into a run, list what is loaded"),
@@ -235,6 +237,18 @@ def examples_text(command: str) -> str:
 
 
 def function_of(command: str) -> Callable[[list[str]], int]:
-    """Import the function that runs ``agentrl COMMAND``, which takes the words behind the command."""
+    """Import the function that runs ``agentrl COMMAND``, which takes the words behind the command.
+
+    Raises ConfigError if the wing with the command is not installed.
+    """
     module, _, name = COMMANDS[command][0].partition(":")
-    return cast("Callable[[list[str]], int]", getattr(importlib.import_module(module), name or "main"))
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != (wing := ".".join(module.split(".")[:2])):
+            raise
+        raise ConfigError(
+            f"agentrl {command} is a command of {wing}, which is not installed",
+            hint="install the whole of AgentRL; the core alone has the commands of a run",
+        ) from error
+    return cast("Callable[[list[str]], int]", getattr(found, name or "main"))
