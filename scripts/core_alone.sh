@@ -5,7 +5,7 @@
 #   bash scripts/core_alone.sh                      (needs .venv: bash scripts/setup.sh --dev)
 #   bash scripts/core_alone.sh tests/core/unit/data   other tests than all of tests/core/unit
 #
-# AGENTRL_TEST_MONGO_URI names the server; by default this starts one, by the clone's own `agentrl mongo up`.
+# AGENTRL_TEST_MONGODB names the server; by default this starts one, by the clone's own `agentrl mongo up`.
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
@@ -18,11 +18,11 @@ stop() {
 }
 trap stop EXIT
 
-if [ -z "${AGENTRL_TEST_MONGO_URI:-}" ]; then
+if [ -z "${AGENTRL_TEST_MONGODB:-}" ]; then
   "$python" -m agentrl mongo up --mongo_dir "$scratch/mongo"
-  AGENTRL_TEST_MONGO_URI="$("$python" -m agentrl mongo uri --mongo_dir "$scratch/mongo")"
+  AGENTRL_TEST_MONGODB="$("$python" -m agentrl mongo uri --mongo_dir "$scratch/mongo")"
 fi
-export AGENTRL_TEST_MONGO_URI
+export AGENTRL_TEST_MONGODB
 
 copy="$scratch/agentrl"
 mkdir "$copy"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from memory_folder import memory_folder
 from pymongo import MongoClient
 from warm_python import warm_server
 
@@ -119,14 +120,12 @@ def log_writers_end_with_their_test() -> Iterator[None]:
 def mongo_uri(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URI of an embedded server that lives as long as the test session; its data are in memory.
 
-    Or that of the server which ``AGENTRL_TEST_MONGO_URI`` names, for the core without its wings.
+    ``AGENTRL_TEST_MONGODB`` names another one, for tests of the core where the wing ``local`` is not there.
     """
-    given = os.environ.get("AGENTRL_TEST_MONGO_URI")
-    if given:
+    if given := os.environ.get("AGENTRL_TEST_MONGODB"):
+        _forget_dropped_data_soon(given)
         yield given
         return
-    from memory_folder import memory_folder
-
     from agentrl.local.mongod import EmbeddedMongo
 
     with memory_folder(tmp_path_factory.mktemp("mongo")) as folder:

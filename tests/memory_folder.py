@@ -12,8 +12,6 @@ from pathlib import Path
 
 import psutil
 
-from agentrl.local.mongod import EmbeddedMongo
-
 MEMORY = Path("/dev/shm")
 _PREFIX = "agentrl-tests-"
 _NEEDED_BYTES = 6 * 2**30
@@ -42,6 +40,8 @@ def _free() -> int:
 
 def _remove_if_unused(folder: Path) -> None:
     """Stop the server of a session that was killed, and remove its folder: nobody holds its lock."""
+    from agentrl.local.mongod import EmbeddedMongo
+
     with suppress(OSError), (folder / "used").open() as used:
         if time.time() - folder.stat().st_mtime > _SETTLED_SECONDS:
             fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -239,13 +239,16 @@ def examples_text(command: str) -> str:
 def function_of(command: str) -> Callable[[list[str]], int]:
     """Import the function that runs ``agentrl COMMAND``, which takes the words behind the command.
 
-    Raises ConfigError if the command is that of a wing which is not here.
+    Raises ConfigError if the wing with the command is not installed.
     """
     module, _, name = COMMANDS[command][0].partition(":")
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+        if error.name != (wing := ".".join(module.split(".")[:2])):
             raise
-        raise ConfigError(f"agentrl {command} is a command of {error.name}, which is not here") from error
+        raise ConfigError(
+            f"agentrl {command} is a command of {wing}, which is not installed",
+            hint="install the whole of AgentRL; the core alone has the commands of a run",
+        ) from error
     return cast("Callable[[list[str]], int]", getattr(found, name or "main"))

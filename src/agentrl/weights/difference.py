@@ -1,4 +1,7 @@
-"""Measure how far two sets of weights lie apart, and how much of a change rounding leaves."""
+"""Measure how far two sets of weights lie apart, and how much of a change rounding leaves.
+
+Trainers and what-ifs do; it lies apart from ``weights.delta``, which samplers import without torch.
+"""
 
 from __future__ import annotations
 

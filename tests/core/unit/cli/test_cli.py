@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,11 @@ from agentrl.cli import main as cli
 from agentrl.errors import AgentRLError, ConfigError, LeaseLostError
 
 HEAVY = ("torch", "matplotlib", "fastapi", "transformers.models.auto")
+
+HERE = [
+    name for name, (place, _) in cli.COMMANDS.items() if find_spec(".".join(place.split(".")[:2])) is not None
+]
+"""The commands whose wing is there."""
 
 _PROBE = f"""
 import sys
@@ -44,7 +50,7 @@ def test_the_installed_command_finds_modules_of_the_working_folder(tmp_path: Pat
         assert ("found" in result.stdout) == found, result.stderr
 
 
-@pytest.mark.parametrize("command", [None, *cli.COMMANDS])
+@pytest.mark.parametrize("command", [None, *HERE])
 def test_help_ends_well_and_imports_nothing_heavy(command: str | None) -> None:
     words = ["--help"] if command is None else [command, "--help"]
     result = _probe(*words)
@@ -55,7 +61,7 @@ def test_help_ends_well_and_imports_nothing_heavy(command: str | None) -> None:
     assert result.stderr.splitlines()[-1] == "heavy: []"
 
 
-@pytest.mark.parametrize("command", ["serve", "sample", "eval", "try"])
+@pytest.mark.parametrize("command", [name for name in ("serve", "sample", "eval", "try") if name in HERE])
 def test_help_of_a_command_that_calls_engines_says_how_it_finds_them(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +95,17 @@ def test_an_unknown_command_is_named_with_the_known_ones(capsys: pytest.CaptureF
     err = capsys.readouterr().err
     assert "'trian'" in err
     assert "  train " in err
+
+
+def test_a_command_whose_wing_is_not_there_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "gone", ("agentrl.no_wing.cli.gone", "does nothing"))
+    assert cli.main(["gone"]) == 2
+    assert "agentrl gone is a command of agentrl.no_wing, which is not installed" in capsys.readouterr().err
+    monkeypatch.setitem(cli.COMMANDS, "wrong", ("agentrl.cli.misspelled", "does nothing"))
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["wrong"])
 
 
 def _raise(error: BaseException) -> int:

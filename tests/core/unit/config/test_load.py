@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 
-from agentrl.config.commands import EXAMPLES
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     GROUPS,
@@ -22,18 +20,7 @@ from agentrl.config.schema import (
     TrainConfig,
     flag,
 )
-from agentrl.config.training import PlanConfig
 from agentrl.errors import ConfigError
-from agentrl.lab.cli.db import parser
-from agentrl.lab.flags import BlameConfig, WhatIfConfig
-from agentrl.train.sft import SFTConfig
-
-HAND_PARSED = (
-    "agentrl audit", "agentrl dashboard", "agentrl db", "agentrl fork", "agentrl mongo", "agentrl parity",
-    "agentrl quickstart", "agentrl retract", "agentrl runs", "agentrl status", "agentrl sweep",
-    "agentrl tasks", "agentrl tools",
-)  # fmt: skip
-"""Commands with a parser of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,21 +263,3 @@ def test_every_number_has_a_range() -> None:
             kinds = set(get_args(hints[field.name]) or (hints[field.name],))
             if kinds & {int, float}:
                 assert field.metadata["within"] or field.name in without, field.name
-
-
-def test_the_examples_of_each_command_are_of_that_command() -> None:
-    groups = (*GROUPS, SFTConfig, PlanConfig, BlameConfig, WhatIfConfig)
-    known = {field.name for group in groups for field in fields(group)}
-    known |= {"config", "config_file", "limit", "until_empty"}
-    for command, examples in EXAMPLES.items():
-        for example in examples:
-            assert command.split()[-1] in example
-            flags = {word.removeprefix("--") for word in example.split() if word.startswith("--")}
-            assert command.startswith(HAND_PARSED) or flags <= known, example
-
-
-@pytest.mark.parametrize("command", sorted(parser()._subparsers._group_actions[0].choices))  # type: ignore
-def test_the_examples_of_each_database_command_parse_and_are_shown(command: str) -> None:
-    for example in EXAMPLES[f"agentrl db {command}"]:
-        assert parser().parse_args(shlex.split(example)[2:]).subcommand == command
-        assert example in parser()._subparsers._group_actions[0].choices[command].format_help()  # type: ignore

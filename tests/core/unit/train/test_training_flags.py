@@ -38,7 +38,6 @@ from agentrl.distributed.mesh import plan_layout
 from agentrl.documents.model_call import pack_floats, pack_ids, unpack_ids
 from agentrl.documents.record import TokenColumns
 from agentrl.errors import ConfigError
-from agentrl.lab.whatif_run import _require_usable
 from agentrl.losses.loss import LOSSES
 from agentrl.losses.settings import IDLE_RULES, check_loss
 from agentrl.train.build import build_trainer
@@ -271,14 +270,6 @@ def test_every_rule_is_tried() -> None:
     others = {"reference_model", "advantage_whitening", "staleness_policy"}
     of_losses = others.union(flag_names(LossConfig, GroupConfig))
     assert flags - of_losses == {flag for flag, *_ in REFUSED}
-
-
-def test_a_what_if_refuses_an_age_that_drops_nothing() -> None:
-    child = configs_of(max_staleness=3)
-    _require_usable(child, {"learning_rate"})
-    with pytest.raises(ConfigError, match="--max_staleness with --staleness_policy drop"):
-        _require_usable(child, {"max_staleness"})
-    _require_usable(configs_of(max_staleness=3, staleness_policy="mask"), {"max_staleness"})
 
 
 def test_fine_tuning_refuses_what_it_cannot_use_and_names_what_it_does_not_read(
