@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 import pytest
 from ready_data import ready_data, statuses
 
+from agentrl.base.processes import ProcessIdentity
 from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
-from agentrl.documents.run import FileChecksum, LiveShare, LiveWeights, PolicyVersion, ProcessIdentity
+from agentrl.documents.run import FileChecksum, LiveShare, LiveWeights, PolicyVersion
 from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, StepStatus, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainStep
