@@ -15,7 +15,6 @@ from urllib.parse import quote
 from pymongo.errors import OperationFailure
 
 from agentrl.errors import StoreError
-from agentrl.screens.views import VIEWS
 from agentrl.store.gateways import allowed_actions
 from agentrl.store.mechanics.connection import (
     COLUMN,
@@ -44,7 +43,7 @@ from agentrl.store.mechanics.connection import (
     database_call,
 )
 from agentrl.store.runs import read_disk
-from agentrl.store.schema import VALIDATORS, prepare
+from agentrl.store.schema import VALIDATORS, VIEWS, prepare
 from agentrl.store.settings import Ancestry
 
 _PINGS = 5
@@ -247,7 +246,7 @@ def privileges_of(role: str, database: str) -> list[Json]:
     privileges = [_privilege(database, "", _READ)]
     privileges += [_privilege(database, name, actions) for name, actions in ROLES[role].items()]
     if not database and role not in _READERS:
-        privileges += [_privilege("", name, _MAKE) for name in (*VALIDATORS, *VIEWS)]
+        privileges += [_privilege("", name, _MAKE) for name in (*VALIDATORS, *VIEWS.known())]
         privileges += [_privilege("", name, _ADD) for name in (RUN, GATE)]  # never changed by them
     return privileges
 

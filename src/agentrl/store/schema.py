@@ -17,6 +17,7 @@ from pymongo import ASCENDING, DESCENDING, IndexModel
 from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
+from agentrl.base.registry import Registry
 from agentrl.documents.base import Document, Root, now
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import DispatchedSamplingTask
@@ -49,7 +50,6 @@ from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TokenStatistics, TrainStep
 from agentrl.errors import SchemaVersionError, StoreError
 from agentrl.scoring.evaluation import LIMIT
-from agentrl.screens.views import VIEWS
 from agentrl.store.mechanics import connection
 from agentrl.store.mechanics.connection import Json, insert_if_missing
 from agentrl.store.mechanics.lease import LEASE_DEADLINE
@@ -258,6 +258,11 @@ INDEXES: dict[str, list[IndexModel]] = {
     connection.STEP: [_index("step", unique=True, where=_ACTIVE_STEPS), _index("status", "step")],
 }
 
+VIEWS: Registry[tuple[str, list[Json]]] = Registry(
+    "audit view", group="agentrl.views", built_in=("agentrl.screens.views",)
+)
+"""Every MongoDB view → (collection, pipeline). Compass shows them; no process needs one."""
+
 
 def other_version(what: str, version: object) -> SchemaVersionError:
     """Return the error for ``what``, a run or an export, of another schema version; None: it has none."""
@@ -333,7 +338,7 @@ async def prepare(database: AsyncDatabase[Json]) -> None:
         if missing:
             await database[name].create_indexes(missing)
     await insert_if_missing(database[connection.GATE], Gate())
-    for name, (source, pipeline) in VIEWS.items():
+    for name, (source, pipeline) in VIEWS.known().items():
         if name not in existing:
             await _create(database, name, viewOn=source, pipeline=pipeline)
         elif existing[name].get("pipeline") != pipeline:

@@ -21,21 +21,19 @@ from agentrl.screens.views.pipelines import (
     TURNS,
     WAITING,
 )
-from agentrl.store.mechanics.connection import DATA, EVALUATION, MODEL_CALL, RECORD, SERVICE, STEP, TASK, Json
+from agentrl.store.mechanics.connection import DATA, EVALUATION, MODEL_CALL, RECORD, SERVICE, STEP, TASK
+from agentrl.store.schema import VIEWS
 
-VIEWS: dict[str, tuple[str, list[Json]]] = {
-    "audit_trajectories": (RECORD, TRAJECTORIES),
-    "audit_turns": (MODEL_CALL, TURNS),
-    "audit_conversations": (RECORD, CONVERSATIONS),
-    "audit_failures": (RECORD, FAILURES),
-    "audit_tool_calls": (RECORD, TOOL_CALLS),
-    "audit_tools": (MODEL_CALL, TOOLS),
-    "audit_groups": (TASK, GROUPS),
-    "audit_tasks": (TASK, TASKS),
-    "audit_steps": (STEP, STEPS),
-    "audit_training": (STEP, TRAINING),
-    "audit_waiting": (DATA, WAITING),
-    "audit_engines": (SERVICE, ENGINES),
-    "audit_evaluations": (EVALUATION, EVALUATIONS),
-}
-"""View → (collection, pipeline)."""
+VIEWS.add((RECORD, TRAJECTORIES), "audit_trajectories")
+VIEWS.add((MODEL_CALL, TURNS), "audit_turns")
+VIEWS.add((RECORD, CONVERSATIONS), "audit_conversations")
+VIEWS.add((RECORD, FAILURES), "audit_failures")
+VIEWS.add((RECORD, TOOL_CALLS), "audit_tool_calls")
+VIEWS.add((MODEL_CALL, TOOLS), "audit_tools")
+VIEWS.add((TASK, GROUPS), "audit_groups")
+VIEWS.add((TASK, TASKS), "audit_tasks")
+VIEWS.add((STEP, STEPS), "audit_steps")
+VIEWS.add((STEP, TRAINING), "audit_training")
+VIEWS.add((DATA, WAITING), "audit_waiting")
+VIEWS.add((SERVICE, ENGINES), "audit_engines")
+VIEWS.add((EVALUATION, EVALUATIONS), "audit_evaluations")

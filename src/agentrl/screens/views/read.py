@@ -16,7 +16,6 @@ from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, 
 from agentrl.documents.record import Record
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, StepStatus, values
 from agentrl.documents.training import TokenStatistics, TrainableSpan
-from agentrl.screens.views import VIEWS
 from agentrl.screens.views.pipelines import (
     EngineRow,
     GroupRow,
@@ -37,6 +36,7 @@ from agentrl.store.mechanics.connection import (
     database_call,
 )
 from agentrl.store.model_calls import read_model_calls
+from agentrl.store.schema import VIEWS
 
 _EXCERPT = 300
 _OF_RECORD: Json = {
@@ -65,7 +65,7 @@ class AuditReads(Repository):
 
     async def _rows(self, row: type[R], view: str, *before: Json, after: Sequence[Json] = ()) -> list[R]:
         """Return the rows of a view; ``before`` runs on the documents, ``after`` on the rows."""
-        source, pipeline = VIEWS[view]
+        source, pipeline = VIEWS.get(view)
         return [row.from_document(each) for each in await self._aggregate(source, *before, *pipeline, *after)]
 
 

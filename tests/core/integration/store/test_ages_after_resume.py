@@ -13,10 +13,9 @@ from agentrl.config.schema import RunConfig
 from agentrl.data.forest import forest_from_data
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
-from agentrl.documents.run import InferenceService, PolicyVersion
-from agentrl.documents.status import DataStatus, StepStatus
+from agentrl.documents.run import PolicyVersion
+from agentrl.documents.status import DataStatus
 from agentrl.documents.task import Slot, Task, task_key
-from agentrl.documents.training import TrainStep
 from agentrl.store.client import Store, open_store
 
 pytestmark = pytest.mark.integration
@@ -173,27 +172,3 @@ async def test_a_withdrawn_version_has_the_age_of_its_step(
     trained = await train(resumed, stream(resumed, policy), 15)
     assert trained.groups == (task_key("train", 0, name),)
     assert [token_ages for _, token_ages, *_ in trained.tokens] == ages
-
-
-async def test_views_show_ages_of_the_oldest_token(resumed: Store) -> None:
-    """Step 14 starts from weights of 13 steps; what waits then would train on weights of 14."""
-    await publish(resumed, {21: 11, 22: 12, 23: 13})
-    numbers = {number: number for number in range(24)}
-    await add_groups(resumed, numbers, {"older": [[20, 21], [20]], "fresh": [[20, 22], [12]]})
-    data = tuple(sorted(await statuses(resumed)))
-    step = TrainStep(id="2/14", step=14, status=StepStatus.COMMITTED, policy_version=23, data=data, owner="t")
-    await resumed.database["TrainStep"].insert_one(step.to_document())
-    trained = await resumed.database["audit_training"].find({}, sort=[("trajectory", 1)]).to_list()
-    assert [row["trajectory"] for row in trained] == list(data)
-    assert [row["staleness"] for row in trained] == [1, 1, 2, 0]
-    waiting = await resumed.database["audit_waiting"].find({}, sort=[("_id", 1)]).to_list()
-    assert [(row["staleness_now"], row["newest_version"]) for row in waiting] == [
-        (2, 23), (2, 23), (3, 23), (0, 23),
-    ]  # fmt: skip
-    for url, version in (("old", 20), ("new", 22), ("starting", None)):
-        service = InferenceService(
-            id=url, url=url, engine="local", model="m", host="h", pid=1, policy_version=version
-        )
-        await resumed.services.register(service)
-    engines = await resumed.database["audit_engines"].find({}).to_list()
-    assert {row["url"]: row["versions_behind"] for row in engines} == {"old": 3, "new": 1, "starting": None}

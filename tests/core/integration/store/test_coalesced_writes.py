@@ -125,12 +125,3 @@ async def test_calls_before_one_that_cannot_be_stored_are_kept(store: Store) -> 
     with pytest.raises(StoreError):
         await store.model_calls.add(claim, *calls)
     assert [call.index for call in await store.model_calls.by_record(claim.record_id)] == [0, 1]
-
-
-async def test_the_view_shows_what_a_tool_answered_where_the_model_read_it(store: Store) -> None:
-    (claim, *_) = await claim_all(store)
-    for index in range(2):
-        await store.model_calls.add(claim, make_call(claim, index))
-    shown = await store.database["audit_conversations"].find_one({"_id": claim.record_id})
-    assert shown is not None
-    assert [message["content"] for message in shown["conversation"]] == ["?", "!", "Error: 3", "!"]

@@ -10,7 +10,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.task import Slot, Task
 from agentrl.errors import StoreError
 from agentrl.store.client import Store, open_store
-from agentrl.store.schema import INDEXES, VALIDATORS
+from agentrl.store.schema import INDEXES, VALIDATORS, VIEWS
 
 pytestmark = pytest.mark.integration
 
@@ -57,3 +57,24 @@ async def test_a_second_opening_makes_nothing_and_a_lost_index_comes_back(
         for name, indexes in INDEXES.items():
             present = {index["name"] async for index in await again.database[name].list_indexes()}
             assert {index.document["name"] for index in indexes} <= present
+
+
+async def test_a_registered_view_is_made_at_the_next_opening_and_a_run_needs_none(
+    store: Store, run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VIEWS, "_registered", {})
+    for name in await views_of(store):
+        await store.database.drop_collection(name)
+    async with await open_store(run_config) as without:
+        assert await views_of(without) == {}
+        await without.tasks.load([TASK])
+    pipeline = [{"$project": {"query": 1}}]
+    VIEWS.add(("Task", pipeline), "questions")
+    async with await open_store(run_config) as again:
+        assert await views_of(again) == {"questions": {"viewOn": "Task", "pipeline": pipeline}}
+        assert await again.database["questions"].find().to_list() == [{"_id": TASK.id, "query": "?"}]
+
+
+async def views_of(store: Store) -> dict[str, Any]:
+    cursor = await store.database.list_collections(filter={"type": "view"})
+    return {entry["name"]: entry["options"] async for entry in cursor}

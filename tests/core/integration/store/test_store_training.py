@@ -307,17 +307,3 @@ async def test_versions_are_found_without_reading_them_all(store: Store) -> None
     await store.policy_versions.withdraw_after(1)
     assert await store.policy_versions.newest_id() == 5
     assert [version.id for version in await store.policy_versions.withdrawn(3)] == [5, 3]
-
-
-async def test_views_read_well(store: Store) -> None:
-    (one,) = await finalized(store, 1)
-    await store.steps.plan(make_step(1, [one]))
-    trajectory = await store.database["audit_trajectories"].find_one({"_id": one})
-    turn = await store.database["audit_turns"].find_one({"record": one})
-    step = await store.database["audit_steps"].find_one({"step": 1})
-    assert trajectory is not None
-    assert turn is not None
-    assert step is not None
-    assert (trajectory["training_status"], turn["response"]["content"]) == ("planned", "!")
-    assert "output_ids" not in turn
-    assert (step["trajectories"], step["groups"]) == (1, 1)

@@ -21,10 +21,9 @@ from agentrl.documents.run import flags_key
 from agentrl.documents.task import Task, task_key
 from agentrl.errors import StoreError
 from agentrl.lab.transfer import MANIFEST, Transfer, encode_line, read_lines, read_manifest
-from agentrl.screens.views import VIEWS
 from agentrl.store.client import Store, open_connection, open_existing, open_store
 from agentrl.store.mechanics.connection import SCHEMA_VERSION
-from agentrl.store.schema import INDEXES
+from agentrl.store.schema import INDEXES, VIEWS
 
 pytestmark = pytest.mark.integration
 
@@ -101,7 +100,7 @@ async def test_export_import_export_is_byte_identical(
         chunks = await copy.database["DBRecordData.packed.chunks"].index_information()
         assert chunks["files_id_1_n_1"]["unique"]
         views = await copy.database.list_collection_names(filter={"type": "view"})
-        assert set(VIEWS) <= set(views)
+        assert set(VIEWS.known()) <= set(views)
         copied = (await copy.database["Task"].options())["validator"]
         assert copied == (await store.database["Task"].options())["validator"]
     assert second == manifest

@@ -1,4 +1,4 @@
-"""The rows that commands and notebooks read are those of the views that Compass shows."""
+"""The views that Compass shows say what is stored, and commands and notebooks read the same rows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 import small_run as run
+from test_ages_after_resume import add_groups, publish, statuses
+from test_coalesced_writes import claim_all, make_call
+from test_store_training import finalized, make_step
 
 from agentrl.documents.base import Root
+from agentrl.documents.run import InferenceService
+from agentrl.documents.status import StepStatus
+from agentrl.documents.training import TrainStep
 from agentrl.screens.views.read import Views
 from agentrl.store.client import Store
 
@@ -47,3 +53,52 @@ async def test_rows_are_filtered_and_limited(store: Store, tmp_path: Path) -> No
     assert await views.trajectories(step=99) == []
     assert [row.step for row in await views.steps(last=1)] == [1]
     assert [row.split for row in await views.groups(split="eval")] == ["eval"]
+
+
+async def test_views_show_a_planned_step_without_packed_arrays(store: Store) -> None:
+    (one,) = await finalized(store, 1)
+    await store.steps.plan(make_step(1, [one]))
+    trajectory = await store.database["audit_trajectories"].find_one({"_id": one})
+    turn = await store.database["audit_turns"].find_one({"record": one})
+    step = await store.database["audit_steps"].find_one({"step": 1})
+    assert trajectory is not None
+    assert turn is not None
+    assert step is not None
+    assert (trajectory["training_status"], turn["response"]["content"]) == ("planned", "!")
+    assert "output_ids" not in turn
+    assert (step["trajectories"], step["groups"]) == (1, 1)
+
+
+async def test_the_view_shows_what_a_tool_answered_where_the_model_read_it(store: Store) -> None:
+    (claim, *_) = await claim_all(store)
+    for index in range(2):
+        await store.model_calls.add(claim, make_call(claim, index))
+    shown = await store.database["audit_conversations"].find_one({"_id": claim.record_id})
+    assert shown is not None
+    assert [message["content"] for message in shown["conversation"]] == ["?", "!", "Error: 3", "!"]
+
+
+async def test_views_show_ages_of_the_oldest_token(store: Store) -> None:
+    """Step 14 starts from weights of 13 steps; what waits then would train on weights of 14."""
+    await publish(store, {number: number for number in range(21)})
+    await store.policy_versions.withdraw_after(10)
+    await publish(store, {21: 11, 22: 12, 23: 13})
+    numbers = {number: number for number in range(24)}
+    await add_groups(store, numbers, {"older": [[20, 21], [20]], "fresh": [[20, 22], [12]]})
+    data = tuple(sorted(await statuses(store)))
+    step = TrainStep(id="2/14", step=14, status=StepStatus.COMMITTED, policy_version=23, data=data, owner="t")
+    await store.database["TrainStep"].insert_one(step.to_document())
+    trained = await store.database["audit_training"].find({}, sort=[("trajectory", 1)]).to_list()
+    assert [row["trajectory"] for row in trained] == list(data)
+    assert [row["staleness"] for row in trained] == [1, 1, 2, 0]
+    waiting = await store.database["audit_waiting"].find({}, sort=[("_id", 1)]).to_list()
+    assert [(row["staleness_now"], row["newest_version"]) for row in waiting] == [
+        (2, 23), (2, 23), (3, 23), (0, 23),
+    ]  # fmt: skip
+    for url, version in (("old", 20), ("new", 22), ("starting", None)):
+        service = InferenceService(
+            id=url, url=url, engine="local", model="m", host="h", pid=1, policy_version=version
+        )
+        await store.services.register(service)
+    engines = await store.database["audit_engines"].find({}).to_list()
+    assert {row["url"]: row["versions_behind"] for row in engines} == {"old": 3, "new": 1, "starting": None}
