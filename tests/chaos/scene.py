@@ -8,13 +8,14 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import httpx2
+from waiting import comes_true
 
-from agentrl.base.processes import ChildProcess, free_port, stop_child
+from agentrl.base.concurrency import background
+from agentrl.base.processes import ChildProcess, free_port, stop_child, tail
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import Slot, Task
@@ -29,6 +30,7 @@ GENERATIONS = 2
 READY_SECONDS = 120.0
 _STOP_SECONDS = 30.0
 _BUILD_SECONDS = 300.0
+_CHECK_SECONDS = 300.0
 _BEAT_SECONDS = 1.0
 
 
@@ -74,10 +76,14 @@ class Scene:
             for name, words in commands.items()
         }  # fmt: skip
 
-    def check_command(self) -> list[str]:
-        """Return the command that checks the database."""
-        return [sys.executable, "-m", "agentrl", "db", "check", "--run_name", RUN,
-                "--db_connection_string", self.mongo.uri, "--skip_files"]  # fmt: skip
+    async def check(self) -> list[str]:
+        """Return what ``agentrl db check`` finds wrong in the database."""
+        command = [sys.executable, "-m", "agentrl", "db", "check", "--run_name", RUN,
+                   "--db_connection_string", self.mongo.uri, "--skip_files"]  # fmt: skip
+        done = await asyncio.to_thread(
+            subprocess.run, command, capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False
+        )
+        return [] if done.returncode == 0 else [f"agentrl db check: {(done.stdout or done.stderr)[-300:]}"]
 
     def kill(self, name: str) -> None:
         """Kill a service at once."""
@@ -85,6 +91,18 @@ class Scene:
         if process is not None:
             process.kill()
             process.wait(_STOP_SECONDS)
+
+    def ended(self) -> list[str]:
+        """Say which processes ended by themselves, and their last words: nobody starts them again."""
+        return [
+            f"{name} ended by itself with exit code {each.process.returncode}:\n{self.last_words(name)}"
+            for name, each in self.processes.items()
+            if each.process is not None and each.process.poll() is not None
+        ]
+
+    def last_words(self, name: str) -> str:
+        """Return the end of what a process has written."""
+        return tail(self.folder / f"{name}.out")
 
     async def set_mode(self, name: str, mode: str) -> None:
         """Make the judge or the manager answer, refuse everybody, or answer with a page."""
@@ -98,11 +116,8 @@ class Scene:
 
     async def listens(self, name: str) -> None:
         """Wait until a service listens."""
-        deadline = time.monotonic() + READY_SECONDS
-        while not _listens(self._ports[name]):
-            if time.monotonic() > deadline:
-                raise AgentRLError(f"{name} does not listen", hint=f"see {self.folder}/{name}.out")
-            await asyncio.sleep(0.1)
+        if not await comes_true(lambda: _listens(self._ports[name]), READY_SECONDS, every=0.1):
+            raise AgentRLError(f"{name} does not listen", hint=f"see {self.folder}/{name}.out")
 
     async def beat(self, store: Store) -> None:
         """Register the engine, and send its heartbeats while it is up."""
@@ -121,14 +136,12 @@ class Scene:
     @contextlib.asynccontextmanager
     async def running(self, store: Store, *names: str) -> AsyncIterator[None]:
         """Run the processes ``names`` in the block, or all; end all at its end."""
-        beats = asyncio.create_task(self.beat(store))
         try:
             for name in names or self.processes:
                 self.processes[name].start()
-            yield
+            async with background(self.beat(store)):
+                yield
         finally:
-            beats.cancel()
-            await asyncio.gather(beats, return_exceptions=True)
             for name in reversed(self.processes):
                 running = self.processes[name].process
                 if running is not None:
