@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import time
+import uuid
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -77,6 +78,13 @@ class Report:
 class HarnessScene(Scene):
     """The drills' engine and samplers, whose agent is a harness, and a gateway."""
 
+    has_tools = False
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._mark = uuid.uuid4().hex
+        """The last word of its harnesses' command lines: other scenes may run."""
+
     def prepare(self) -> None:
         """Write the harness too."""
         super().prepare()
@@ -86,7 +94,7 @@ class HarnessScene(Scene):
         system = Path("/usr/bin/python3")
         python = str(system) if system.exists() else sys.executable
         harness = {
-            "command": [python, _CLIENT], "workspace": {"template": "template"},
+            "command": [python, _CLIENT, self._mark], "workspace": {"template": "template"},
             "score": {"file": "score.txt"}, "limits": {"seconds": 200},
         }  # fmt: skip
         path = self.folder / "harness.yml"
@@ -125,7 +133,7 @@ class HarnessScene(Scene):
         found = []
         for process in psutil.process_iter(["cmdline", "status"]):
             words = process.info["cmdline"] or ()
-            if words[-1:] == [_CLIENT] and process.info["status"] != psutil.STATUS_ZOMBIE:
+            if words[-1:] == [self._mark] and process.info["status"] != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
         return found
 

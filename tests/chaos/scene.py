@@ -37,6 +37,9 @@ _BEAT_SECONDS = 1.0
 class Scene:
     """The services, the samplers and the database of the drills."""
 
+    has_tools = True
+    """Whether the samplers know of the tool server: their start waits for one that does not run."""
+
     def __init__(self, folder: Path, *, has_manager: bool = False) -> None:
         """``has_manager``: the tool server is an MCP manager."""
         self.folder = folder
@@ -156,7 +159,7 @@ class Scene:
         )  # fmt: skip
 
     def _flags(self) -> Sequence[str]:
-        flags = {
+        flags: dict[str, object] = {
             "run_name": RUN, "db_connection_string": self.mongo.uri, "model_name_or_path": self._model,
             "agent_config_path": self.folder / "agent.yml",
             "tool_call_parser": "hermes", "num_generations": GENERATIONS, "max_turns": 3,
@@ -165,13 +168,11 @@ class Scene:
             "db_timeout_seconds": 3, "db_wait_seconds": 600,
             "verbose": True, "log_dir": self.folder / "logs", "output_dir": self.folder / "output",
         }  # fmt: skip
-        address = f"http://{HOST}:{self._ports['tools']}"
-        tools = (
-            {"mcp_manager_url": f"{address}/mcpapi"}
-            if self._has_manager
-            else {"mcp_servers_file": self.folder / "mcp.yml"}
-        )
-        return [word for name, value in {**flags, **tools}.items() for word in (f"--{name}", str(value))]
+        if self._has_manager:
+            flags["mcp_manager_url"] = f"http://{HOST}:{self._ports['tools']}/mcpapi"
+        elif self.has_tools:
+            flags["mcp_servers_file"] = self.folder / "mcp.yml"
+        return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
 def _listens(port: int) -> bool:
