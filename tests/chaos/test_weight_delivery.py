@@ -8,7 +8,7 @@ import pytest
 
 from chaos.weight_delivery import run_weight_delivery
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400), pytest.mark.usefixtures("starts_warm")]
 
 
 async def test_engines_that_share_no_path_end_with_the_trainers_weights(tmp_path: Path) -> None:
