@@ -18,8 +18,7 @@ from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
 from agentrl.inference.session import EngineRouter
-from agentrl.local.mongod import EmbeddedMongo
-from agentrl.store.client import Store, open_store
+from agentrl.store.client import Store
 from agentrl.weights.folder import write_manifest
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240), pytest.mark.usefixtures("starts_warm")]
