@@ -25,7 +25,6 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
 from agentrl.inference.client import EngineClient
 from agentrl.inference.session import EngineRouter
-from agentrl.local.mongod import EmbeddedMongo
 from agentrl.store.client import Store, open_store
 from agentrl.weights.delta import encode
 from agentrl.weights.folder import write_manifest
