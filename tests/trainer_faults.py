@@ -38,7 +38,7 @@ def kill_in_step(step: int) -> None:
 def kill_between_parts() -> None:
     """Kill it when two of the four parts of step 2 are committed."""
     patch.object(steps, "CHUNK", 1).start()
-    count, seen = steps.train, []
+    count, seen = steps.train_data, []
 
     async def count_and_die(connection: Any, number: int, pending: Any, ids: Any) -> None:
         if number == 2 and len(seen) == 2:
@@ -46,7 +46,7 @@ def kill_between_parts() -> None:
         seen.extend(ids if number == 2 else ())
         await count(connection, number, pending, ids)
 
-    patch.object(steps, "train", count_and_die).start()
+    patch.object(steps, "train_data", count_and_die).start()
 
 
 def kill_while_writing() -> None:
