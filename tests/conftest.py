@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from memory_folder import memory_folder
 from pymongo import MongoClient
 from warm_python import warm_server
 
 from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import RunConfig
-from agentrl.local.mongod import EmbeddedMongo
 from agentrl.observe.logging import LogWriter
 from agentrl.store import claims
 from agentrl.store.client import Store, open_store
@@ -119,7 +117,18 @@ def log_writers_end_with_their_test() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def mongo_uri(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URI of an embedded server that lives as long as the test session; its data are in memory."""
+    """The URI of an embedded server that lives as long as the test session; its data are in memory.
+
+    Or that of the server which ``AGENTRL_TEST_MONGO_URI`` names, for the core without its wings.
+    """
+    given = os.environ.get("AGENTRL_TEST_MONGO_URI")
+    if given:
+        yield given
+        return
+    from memory_folder import memory_folder
+
+    from agentrl.local.mongod import EmbeddedMongo
+
     with memory_folder(tmp_path_factory.mktemp("mongo")) as folder:
         mongo = EmbeddedMongo(folder / "mongo")
         try:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from agentrl.base.moved import find_moved_modules
+
 if TYPE_CHECKING:
     __version__: str
     """The version of the installation: that of the git tag it was built from."""
@@ -82,6 +84,7 @@ _MODULES = {
     "tracker": "observe.trackers",
 }
 
+find_moved_modules()
 
 if not TYPE_CHECKING:  # type checkers report an unknown name only without it
 

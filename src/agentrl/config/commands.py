@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Callable
 from typing import Final, cast
 
+from agentrl.errors import ConfigError
+
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "mongo": ("agentrl.local.cli.mongo", "the embedded MongoDB: up, status, down"),
     "tasks": ("agentrl.cli.tasks", "check tasks of any source, load them into a run, list what is loaded"),
@@ -21,14 +23,14 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "teach": ("agentrl.cli.services:teach", "a teacher: fills in its logprobs of sampled trajectories"),
     "train": ("agentrl.cli.training:train", "the trainer"),
     "launch": ("agentrl.local.cli.launch", "the processes of a run on this machine, each on GPUs of its own"),
-    "plan": ("agentrl.cli.training:plan", "plan memory, layout and services for a model and GPUs"),
+    "plan": ("agentrl.local.cli.plan", "plan memory, layout and services for a model and GPUs"),
     "whatif": ("agentrl.lab.cli.whatif", "train stored steps again with another loss, and compare"),
     "sweep": ("agentrl.lab.cli.sweep", "what-ifs with many settings and seeds, judged on held-out tasks"),
-    "try": ("agentrl.cli.evaluate:try_task", "run one task's trajectory, print it, keep nothing"),
+    "try": ("agentrl.local.cli.try_task", "run one task's trajectory, print it, keep nothing"),
     "eval": ("agentrl.cli.evaluate", "evaluate a policy on a task file; compare and list evaluations"),
     "blame": ("agentrl.lab.cli.blame", "which trajectories moved held-out tasks between evaluations"),
     "sft": ("agentrl.cli.training:sft", "supervised fine-tuning on conversations"),
-    "dashboard": ("agentrl.cli.services:dashboard", "web pages about the runs of a server; reads only"),
+    "dashboard": ("agentrl.screens.cli.dashboard", "web pages about the runs of a server; reads only"),
     "status": ("agentrl.screens.cli.status", "what runs now: the runs of a server, or one run, live"),
     "audit": ("agentrl.screens.cli.audit", "look at a run: its state, a trajectory, its curve"),
     "parity": ("agentrl.local.cli.parity", "compare the trainer's logprobs with an engine's"),
@@ -235,6 +237,15 @@ def examples_text(command: str) -> str:
 
 
 def function_of(command: str) -> Callable[[list[str]], int]:
-    """Import the function that runs ``agentrl COMMAND``, which takes the words behind the command."""
+    """Import the function that runs ``agentrl COMMAND``, which takes the words behind the command.
+
+    Raises ConfigError if the command is that of a wing which is not here.
+    """
     module, _, name = COMMANDS[command][0].partition(":")
-    return cast("Callable[[list[str]], int]", getattr(importlib.import_module(module), name or "main"))
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(f"agentrl {command} is a command of {error.name}, which is not here") from error
+    return cast("Callable[[list[str]], int]", getattr(found, name or "main"))

@@ -16,16 +16,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel, LanguageModelInput
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ToolMessage, convert_to_messages
-from langchain_core.messages.tool import ToolCall
-from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable, RunnableConfig
-from langchain_core.tools import BaseTool
-from langchain_core.utils.function_calling import convert_to_openai_tool
-from langgraph.errors import GraphRecursionError
-
 from agentrl.base.concurrency import GRAPH_THREADS, end_tasks, own_code
 from agentrl.base.user_code import describe
 from agentrl.chat.chat_format import Message
@@ -38,6 +28,28 @@ from agentrl.rollout.histories import MakeProgress
 from agentrl.rollout.rollout import Role, Rollout, current_rollout
 from agentrl.rollout.trajectory_calls import Turn, with_text_arguments
 from agentrl.scoring.answers import extract_answer
+
+try:
+    from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+    from langchain_core.language_models import BaseChatModel, LanguageModelInput
+    from langchain_core.messages import (
+        AIMessage,
+        AIMessageChunk,
+        BaseMessage,
+        ToolMessage,
+        convert_to_messages,
+    )
+    from langchain_core.messages.tool import ToolCall
+    from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+    from langchain_core.runnables import Runnable, RunnableConfig
+    from langchain_core.tools import BaseTool
+    from langchain_core.utils.function_calling import convert_to_openai_tool
+    from langgraph.errors import GraphRecursionError
+except ModuleNotFoundError as error:
+    raise ConfigError(f"{error.name} is not installed", hint="pip install 'agentrl[langgraph]'") from error
+
+__path__: list[str] = []
+"""This file has the names of ``agentrl.rollout.langgraph.agent_graph`` too, which files of users import."""
 
 _CHANGES = {"temperature": "temperature", "top_p": "top_p", "max_tokens": "max_new_tokens"}
 """Parameters of a call, by their names in LangChain."""

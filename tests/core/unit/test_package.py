@@ -23,7 +23,13 @@ def test_no_two_modules_import_each_other() -> None:
 
 
 def test_no_module_outside_the_store_uses_its_database() -> None:
-    files = [path for path in PACKAGE.rglob("*.py") if not path.is_relative_to(PACKAGE / "store")]
+    """But for the parts of wings that keep or read a run's database."""
+    inside = ("store", "lab", "screens/views")
+    files = [
+        path
+        for path in PACKAGE.rglob("*.py")
+        if not any(path.is_relative_to(PACKAGE / name) for name in inside)
+    ]
     uses = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in files

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_policy import write_tiny_policy
 from tiny_trainer import DATA, tiny_trainer
 from training_data import group
 
@@ -15,6 +16,12 @@ from agentrl.lab.influence import Direction, influences, likelihood_direction
 from agentrl.train.step import PolicyTrainer, forward_backward, split_updates
 
 HELD_OUT = group("held out", size=3)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny policy, which no test changes."""
+    return write_tiny_policy(tmp_path_factory.mktemp("model") / "base")
 
 
 @pytest.mark.exactness

@@ -16,7 +16,6 @@ from served_engine import Served, serve_locally
 from test_sampling import task
 from tiny_policy import write_tiny_policy
 
-from agentrl.cli.evaluate import TryConfig
 from agentrl.config.load import Configs, parse
 from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import RunConfig
@@ -24,6 +23,7 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, TaskFileError
 from agentrl.inference.engines.commands import free_port
+from agentrl.local.cli.try_task import TryConfig
 from agentrl.local.mongod import EmbeddedMongo
 from agentrl.local.try_task import try_task
 from agentrl.store.client import Store

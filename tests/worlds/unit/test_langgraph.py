@@ -24,8 +24,14 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.graph.message import add_messages
 from langgraph.prebuilt import ToolNode, tools_condition
 
-from agentrl.rollout.langgraph import PolicyChatModel, policy_tools, run_graph
-from agentrl.worlds.langgraph import AgentGraphOutput, BaseAgentGraph, CustomChatModel
+from agentrl.worlds.langgraph import (
+    AgentGraphOutput,
+    BaseAgentGraph,
+    CustomChatModel,
+    PolicyChatModel,
+    policy_tools,
+    run_graph,
+)
 
 
 @tool
