@@ -144,6 +144,17 @@ def _forget_dropped_data_soon(uri: str) -> None:
         client.admin.command("setParameter", 1, minSnapshotHistoryWindowInSeconds=5)
 
 
+@pytest.fixture
+def short_transactions(mongo_uri: str) -> Iterator[None]:
+    """What a killed or paused process holds in a transaction is free after 2 s instead of 15."""
+    limit = "transactionLifetimeLimitSeconds"
+    with MongoClient[dict[str, object]](mongo_uri) as client:
+        before = client.admin.command("getParameter", 1, **{limit: 1})[limit]
+        client.admin.command("setParameter", 1, **{limit: 2})
+        yield
+        client.admin.command("setParameter", 1, **{limit: before})
+
+
 @pytest.fixture(scope="session")
 def drop_later(mongo_uri: str) -> Iterator[Callable[[str], object]]:
     """Drop a database while tests go on: the server takes 0.1 s for it and hardly works."""

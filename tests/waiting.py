@@ -13,15 +13,24 @@ from typing import Any
 _POLL_SECONDS = 0.02
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], seconds: float = 30.0) -> None:
-    """Wait in an event loop until ``condition`` holds; fail after ``seconds``."""
+async def comes_true(
+    condition: Callable[[], bool | Awaitable[bool]], seconds: float, every: float = _POLL_SECONDS
+) -> bool:
+    """Wait in an event loop until ``condition`` holds; return whether it does within ``seconds``."""
     deadline = time.monotonic() + seconds
     while True:
         held = condition()
         if await held if inspect.isawaitable(held) else held:
-            return
-        assert time.monotonic() < deadline, f"the condition did not come true within {seconds:g} s"
-        await asyncio.sleep(_POLL_SECONDS)
+            return True
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(every)
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], seconds: float = 30.0) -> None:
+    """Wait in an event loop until ``condition`` holds; fail after ``seconds``."""
+    held = await comes_true(condition, seconds)
+    assert held, f"the condition did not come true within {seconds:g} s"
 
 
 async def cancel(task: asyncio.Task[Any]) -> None:

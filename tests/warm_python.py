@@ -1,11 +1,11 @@
 """A ``python`` for commands of tests that has imported torch and agentrl already: it starts in 0.1 s.
 
-It is the python of a venv whose start-up asks a server process, which imports once and forks itself, for each
+It is the python of a venv whose start-up asks a server process, which has imported once, to fork itself for
 ``python -m MODULE`` and ``python FILE.py``. A program still has a process, a session, an environment and a
 folder of its own, and starts others by ``sys.executable``, the same ``python``. It may be signalled and
-killed as usual: the starter passes signals on, and the program ends with it. All other command lines run the
-real Python, and ``python -S``, as sandboxes start it, knows nothing of the server. ``accelerate`` lies beside
-it.
+killed as usual, but for SIGSTOP: the starter passes signals on, and the program ends with it. All other
+command lines run the real Python, and so does ``python -S``, as sandboxes start it. Beside it lies
+``accelerate``.
 
     python tests/warm_python.py SOCKET PYTHON     # the server; PYTHON is the venv's
 """

@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 from rootfs_here import make_rootfs
+from waiting import comes_true
 
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.config.schema import RunConfig
@@ -30,7 +31,7 @@ from agentrl.store.client import open_store
 from agentrl.store.mechanics.retry import retry_outages
 from chaos.actors import TESTS, environment
 from chaos.drill_services import DrillEngine
-from chaos.harness_kills import Report, wait, wait_for_end
+from chaos.harness_kills import Report, wait_for_end
 from chaos.scene import GENERATIONS, READY_SECONDS, RUN, Scene
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ _REFUSED = 2
 _AWAY_SECONDS = (0.2, 2.0)
 _GAP_SECONDS = (0.5, 2.5)
 _AT_ONCE = 16
+_POLL_SECONDS = 0.2
 _GONE_SECONDS = 30.0
 _MARK = "the-solution-has-run"
 _SEEN = 60
@@ -140,7 +142,7 @@ async def run_container_kills(
                 report.slots = (len(list(HARBOR.iterdir())) - _REFUSED) * generations
                 async with scene.running(store, "engine", "sampler-0", "sampler-1"):
                     await _kill_for(scene, report, seconds, random.Random(f"containers/{seed}"))
-                    counts = await wait_for_end(store, report.slots)
+                    counts = await wait_for_end(store, scene, report)
                 report.scored, report.attempts = counts.scored, counts.claimed
                 if (counts.scored, counts.closed) != (report.slots, 0):
                     report.violations.append(f"{counts.scored} slots are scored, {counts.closed} failed")
@@ -152,13 +154,9 @@ async def run_container_kills(
         ]
         own = {**environment(), "TMPDIR": str(scene.scratch)}
         await asyncio.to_thread(subprocess.run, next_one, check=True, timeout=60, env=own)
-        await wait(lambda: not scene.left(), _GONE_SECONDS)
+        await comes_true(lambda: not scene.left(), _GONE_SECONDS, _POLL_SECONDS)
         report.violations += [f"left: {what}" for what in scene.left()]
-        done = await asyncio.to_thread(
-            subprocess.run, scene.check_command(), capture_output=True, text=True, timeout=300, check=False
-        )
-        if done.returncode != 0:
-            report.violations.append(f"agentrl db check: {(done.stdout or done.stderr)[-300:]}")
+        report.violations += await scene.check()
     finally:
         await scene.mongo.stop()
     return report
@@ -183,7 +181,7 @@ async def _check_records(database: Any, report: Report) -> None:
 
 
 async def _kill_for(scene: ContainerScene, report: Report, seconds: float, rng: random.Random) -> None:
-    await wait(lambda: len(scene.left()) >= _AT_ONCE, READY_SECONDS)
+    await comes_true(lambda: len(scene.left()) >= _AT_ONCE, READY_SECONDS, _POLL_SECONDS)
     deadline = time.monotonic() + seconds
     for name in itertools.cycle(("sampler-0", "sampler-1", "mongod")):
         if time.monotonic() > deadline:

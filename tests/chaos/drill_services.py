@@ -1,8 +1,9 @@
-"""Serve the outage drills: python -m chaos.drill_services engine|judge|manager PORT [MODEL].
+"""Serve the outage drills: python -m chaos.drill_services engine|judge|manager PORT [MODEL [held]].
 
-The engine calls the tool ``convert`` first and answers after its result, over SGLang's HTTP API. The judge
-answers over OpenAI's, and the manager of tools over its own. POST /mode with ``limited`` or ``html`` makes
-both refuse everybody with 429, or answer 200 with a page of HTML.
+The engine calls the tool ``convert`` first and answers after its result, over SGLang's HTTP API; if it is
+``held``, it generates nothing before a POST /mode. The judge answers over OpenAI's, and the manager of tools
+over its own. POST /mode with ``limited`` or ``html`` makes both refuse everybody with 429, or answer 200 with
+a page of HTML.
 """
 
 from __future__ import annotations
@@ -108,8 +109,11 @@ class DrillManager(_Refusing):
         return {"status": "success", "content": "1000"}
 
 
-async def serve(port: int, answer: Answer) -> None:
-    """Serve HTTP until the process ends."""
+async def serve(port: int, answer: Answer, *, is_held: bool = False) -> None:
+    """Serve HTTP until the process ends; one that ``is_held`` generates nothing before a POST /mode."""
+    is_open = asyncio.Event()
+    if not is_held:
+        is_open.set()
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -117,7 +121,12 @@ async def serve(port: int, answer: Answer) -> None:
                 lines = head.split(b"\r\n")
                 lengths = [line[15:] for line in lines if line[:15].lower() == b"content-length:"]
                 body = await reader.readexactly(int(lengths[0]) if lengths else 0)
-                status, kind, content, seconds = answer(lines[0].split(b" ")[1].decode(), body)
+                path = lines[0].split(b" ")[1].decode()
+                if path == "/mode":
+                    is_open.set()
+                elif path == "/generate":
+                    await is_open.wait()
+                status, kind, content, seconds = answer(path, body)
                 await asyncio.sleep(seconds)
                 writer.write(
                     b"HTTP/1.1 %d X\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n"
@@ -137,4 +146,4 @@ if __name__ == "__main__":
     role, given_port = sys.argv[1], int(sys.argv[2])
     handlers = {"judge": DrillJudge, "manager": DrillManager}
     handler = DrillEngine(sys.argv[3]).answer if role == "engine" else handlers[role]().answer
-    asyncio.run(serve(given_port, handler))
+    asyncio.run(serve(given_port, handler, is_held="held" in sys.argv[4:]))

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ready_data import statuses
+from waiting import comes_true
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import RecordStatus, SlotStatus
@@ -33,7 +33,9 @@ DRILLS = ("engine", "tool server", "judge", "database")
 _NEEDED = {"engine": "the engines", "tool server": "tool server ", "judge": "judge"}
 """Drill → the beginning of what the samplers must report as down."""
 _TASKS = 4000
+_REPORT_SECONDS = 120.0
 _RESUME_SECONDS = 120.0
+_POLL_SECONDS = 0.25
 _SCORED_BETWEEN = 8
 
 
@@ -107,8 +109,13 @@ class Report:
         ]
 
 
-async def run_drills(folder: Path, seconds: float, names: Sequence[str] = DRILLS) -> Report:
-    """Run the drills one after another on one run, and return the report; stop everything at the end."""
+async def run_drills(
+    folder: Path, seconds: float, names: Sequence[str] = DRILLS, *, tasks: int = _TASKS
+) -> Report:
+    """Run the drills one after another on one run, and return the report; stop everything at the end.
+
+    ``tasks`` must be more than are sampled meanwhile.
+    """
     scene = Scene(folder)
     report = Report()
     await scene.mongo.start()
@@ -117,7 +124,7 @@ async def run_drills(folder: Path, seconds: float, names: Sequence[str] = DRILLS
         run = RunConfig(run_name=RUN, db_connection_string=scene.mongo.uri, db_timeout_seconds=3.0)
         with retry_outages(600):
             async with await open_store(run) as store, scene.running(store):
-                await store.tasks.load([scene.task(number) for number in range(_TASKS)])
+                await store.tasks.load([scene.task(number) for number in range(tasks)])
                 await wait_for_scores(store, _SCORED_BETWEEN, READY_SECONDS)
                 for name in names:
                     report.drills.append(await _drill(scene, store, name, seconds))
@@ -137,13 +144,12 @@ async def _drill(scene: Scene, store: Store, name: str, seconds: float) -> Drill
     else:
         await _take_away(scene, name)
         await asyncio.sleep(seconds / 2)
+        drill.reported = await becomes_reported(store, name)
         middle = await count(store)
-        drill.reported = await is_reported(store, name)
         if name == "judge":
             await scene.set_mode("judge", "html")
         await asyncio.sleep(seconds / 2)
         during = await count(store)
-        drill.reported = drill.reported or await is_reported(store, name)
         drill.claimed = during.claimed - middle.claimed
         drill.scored = during.scored - before.scored
         await _bring_back(scene, name)
@@ -159,19 +165,22 @@ async def _drill(scene: Scene, store: Store, name: str, seconds: float) -> Drill
     return drill
 
 
-async def is_reported(store: Store, name: str) -> bool:
-    """Return whether a sampler has stored that the service is down."""
-    return any(item.dependency.startswith(_NEEDED[name]) for item in await store.outages.ongoing())
+async def becomes_reported(store: Store, name: str) -> bool:
+    """Return whether a sampler stores in time that the service is down."""
+
+    async def is_reported() -> bool:
+        return any(item.dependency.startswith(_NEEDED[name]) for item in await store.outages.ongoing())
+
+    return await comes_true(is_reported, _REPORT_SECONDS, _POLL_SECONDS)
 
 
 async def _is_recorded(store: Store) -> bool:
     """Return whether a sampler stores, soon after an outage of the database, that there was one."""
-    deadline = time.monotonic() + _RESUME_SECONDS
-    while not any(item.dependency == str(DATABASE) for item in await store.outages.past(20)):
-        if time.monotonic() > deadline:
-            return False
-        await asyncio.sleep(0.25)
-    return True
+
+    async def is_recorded() -> bool:
+        return any(item.dependency == str(DATABASE) for item in await store.outages.past(20))
+
+    return await comes_true(is_recorded, _RESUME_SECONDS, _POLL_SECONDS)
 
 
 async def _take_away(scene: Scene, name: str) -> None:
@@ -193,13 +202,12 @@ async def _bring_back(scene: Scene, name: str) -> None:
 async def wait_for_scores(store: Store, more: int, seconds: float) -> None:
     """Wait until ``more`` trajectories have been scored. Raises AgentRLError after ``seconds``."""
     goal = (await count(store)).scored + more
-    deadline = time.monotonic() + seconds
-    while (await count(store)).scored < goal:
-        if time.monotonic() > deadline:
-            raise AgentRLError(
-                f"{more} trajectories were not scored within {seconds:g} s", hint="see the logs"
-            )
-        await asyncio.sleep(0.25)
+
+    async def are_scored() -> bool:
+        return (await count(store)).scored >= goal
+
+    if not await comes_true(are_scored, seconds, _POLL_SECONDS):
+        raise AgentRLError(f"{more} trajectories were not scored within {seconds:g} s", hint="see the logs")
 
 
 async def count(store: Store) -> Counts:
@@ -238,9 +246,4 @@ async def _check(scene: Scene, report: Report) -> None:
             report.violations.append(
                 f"outage of {drill.name}: attempts used, trajectories resampled or not reported"
             )
-    done = await asyncio.to_thread(
-        subprocess.run, scene.check_command(), capture_output=True, text=True, timeout=300, check=False
-    )
-    last = (done.stdout.splitlines() or [done.stderr[-300:]])[-1]
-    if done.returncode != 0:
-        report.violations.append(f"agentrl db check: {last}")
+    report.violations += await scene.check()

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from waiting import comes_true
+
 from agentrl.documents.status import EpochStatus
 from agentrl.errors import StoreError
 from chaos.actors import Actor
@@ -131,12 +133,11 @@ class Injector:
 
     async def _is_replaced(self, attempt: int) -> bool:
         """Wait for a trainer with a later attempt; return False if none starts in time."""
-        deadline = time.monotonic() + _TAKEOVER_SECONDS
-        while time.monotonic() < deadline:
-            if (await self._attempt() or 0) > attempt:
-                return True
-            await asyncio.sleep(_LOOK_SECONDS)
-        return False
+
+        async def is_later() -> bool:
+            return (await self._attempt() or 0) > attempt
+
+        return await comes_true(is_later, _TAKEOVER_SECONDS, _LOOK_SECONDS)
 
     async def _attempt(self) -> int | None:
         """Return the attempt of the last trainer; None while the database is unavailable."""
@@ -147,11 +148,7 @@ class Injector:
 
     async def _freeze_database(self, seconds: float) -> None:
         """Freeze the database while an epoch is being opened, if that happens within ``_OPENING_SECONDS``."""
-        deadline = time.monotonic() + _OPENING_SECONDS
-        while time.monotonic() < deadline:
-            if await self._is_opening():
-                break
-            await asyncio.sleep(_LOOK_SECONDS)
+        await comes_true(self._is_opening, _OPENING_SECONDS, _LOOK_SECONDS)
         await self.database.freeze(seconds)
 
     async def _is_opening(self) -> bool:
@@ -221,12 +218,8 @@ class Injector:
     async def _next_version(self, seconds: float) -> Path | None:
         """Return the weights file of the next published version; None if there is none within ``seconds``."""
         known = self._newest()
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if self._newest() > known:
-                return self.weights / self._newest() / "model.safetensors"
-            await asyncio.sleep(_POLL_SECONDS)
-        return None
+        is_there = await comes_true(lambda: self._newest() > known, seconds, _POLL_SECONDS)
+        return self.weights / self._newest() / "model.safetensors" if is_there else None
 
     def _newest(self) -> str:
         return max((path.name for path in self.weights.glob("v[0-9]*")), default="")

@@ -15,20 +15,21 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
+import uuid
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import yaml
+from waiting import comes_true
 
 from agentrl.base.processes import ChildProcess, free_port
 from agentrl.config.schema import RunConfig
+from agentrl.documents.status import SlotStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
@@ -40,9 +41,11 @@ from chaos.scene import GENERATIONS, READY_SECONDS, RUN, Scene
 logger = logging.getLogger(__name__)
 
 _CLIENT = "harness_client.py"
+_AT_ONCE = 16
 _AWAY_SECONDS = (0.5, 4.0)
 _GAP_SECONDS = (1.0, 4.0)
-_FINISH_SECONDS = 400.0
+_POLL_SECONDS = 0.2
+_FINISH_SECONDS = 200.0
 _GONE_SECONDS = 20.0
 _STARTED_SECONDS = 20.0
 """Time for a sampler that was killed to run harnesses again."""
@@ -75,6 +78,13 @@ class Report:
 class HarnessScene(Scene):
     """The drills' engine and samplers, whose agent is a harness, and a gateway."""
 
+    has_tools = False
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._mark = uuid.uuid4().hex
+        """The last word of its harnesses' command lines: other scenes may run."""
+
     def prepare(self) -> None:
         """Write the harness too."""
         super().prepare()
@@ -84,7 +94,7 @@ class HarnessScene(Scene):
         system = Path("/usr/bin/python3")
         python = str(system) if system.exists() else sys.executable
         harness = {
-            "command": [python, _CLIENT], "workspace": {"template": "template"},
+            "command": [python, _CLIENT, self._mark], "workspace": {"template": "template"},
             "score": {"file": "score.txt"}, "limits": {"seconds": 200},
         }  # fmt: skip
         path = self.folder / "harness.yml"
@@ -101,6 +111,7 @@ class HarnessScene(Scene):
         for name, words in self.processes.items():
             if name.startswith("sampler"):
                 words.command = [*words.command, *own]
+        self.processes["engine"].command = [*self.processes["engine"].command, "held"]
         flags = self.processes["sampler-0"].command[4:]
         self.processes["gateway"] = ChildProcess(
             name="gateway",
@@ -122,7 +133,7 @@ class HarnessScene(Scene):
         found = []
         for process in psutil.process_iter(["cmdline", "status"]):
             words = process.info["cmdline"] or ()
-            if words[-1:] == [_CLIENT] and process.info["status"] != psutil.STATUS_ZOMBIE:
+            if words[-1:] == [self._mark] and process.info["status"] != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
         return found
 
@@ -139,33 +150,21 @@ async def run_harness_kills(folder: Path, seconds: float, *, tasks: int, seed: i
             async with await open_store(run) as store:
                 async with scene.running(store, *_ALIVE):
                     await store.tasks.load([scene.task(number) for number in range(tasks)])
-                    await _reach_trajectories(scene, min(16, report.slots))
+                    await _reach_trajectories(scene, min(_AT_ONCE, report.slots))
                     await _kill_for(scene, report, seconds, random.Random(f"harness/{seed}"))
-                    counts = await wait_for_end(store, report.slots)
+                    counts = await wait_for_end(store, scene, report)
                 await _check_slots(store, scene, report, counts)
-        done = await asyncio.to_thread(
-            subprocess.run, scene.check_command(), capture_output=True, text=True, timeout=300, check=False
-        )
-        if done.returncode != 0:
-            report.violations.append(f"agentrl db check: {(done.stdout or done.stderr)[-300:]}")
+        report.violations += await scene.check()
     finally:
         await scene.mongo.stop()
     return report
 
 
 async def _reach_trajectories(scene: HarnessScene, number: int) -> None:
-    """Wait until ``number`` harnesses run at a time, or as many as come in time."""
-    await wait(lambda: len(scene.harnesses()) >= number, READY_SECONDS)
+    """Wait until ``number`` harnesses run, or as many as come in time; only then let the engine answer."""
+    await comes_true(lambda: len(scene.harnesses()) >= number, READY_SECONDS, _POLL_SECONDS)
     logger.info("%d harnesses run", len(scene.harnesses()))
-
-
-async def wait(condition: Callable[[], bool], seconds: float) -> None:
-    """Wait until the condition is true, ``seconds`` at most."""
-    deadline = time.monotonic() + seconds
-    for _ in itertools.takewhile(
-        lambda _: not condition() and time.monotonic() < deadline, itertools.count()
-    ):
-        await asyncio.sleep(0.2)
+    await scene.set_mode("engine", "up")
 
 
 async def _kill_for(scene: HarnessScene, report: Report, seconds: float, rng: random.Random) -> None:
@@ -181,7 +180,7 @@ async def _kill_for(scene: HarnessScene, report: Report, seconds: float, rng: ra
         if name == "mongod":
             await scene.mongo.kill(away)
         elif name == "harness":
-            await wait(lambda: len(scene.harnesses()) > 1, _STARTED_SECONDS)
+            await comes_true(lambda: len(scene.harnesses()) > 1, _STARTED_SECONDS, _POLL_SECONDS)
             if not _kill_harness(scene.harnesses(), rng):
                 continue
         else:
@@ -200,14 +199,33 @@ def _kill_harness(running: list[int], rng: random.Random) -> bool:
     return False
 
 
-async def wait_for_end(store: Store, slots: int) -> Counts:
-    """Return the counts when all slots have ended, or after a while."""
+async def wait_for_end(store: Store, scene: Scene, report: Report) -> Counts:
+    """Return the counts when all slots have ended; after a while, report what they wait for."""
     deadline = time.monotonic() + _FINISH_SECONDS
-    counts = await count(store)
-    while counts.scored + counts.closed < slots and time.monotonic() < deadline:
-        await asyncio.sleep(0.5)
+    while True:
+        gone = scene.ended()  # before the counts: samplers end when all slots have
         counts = await count(store)
-    return counts
+        if counts.scored + counts.closed >= report.slots:
+            return counts
+        if gone or time.monotonic() > deadline:
+            report.violations += [*gone, *await _unfinished(store)]
+            report.violations += [f"{name} says:\n{scene.last_words(name)}" for name in scene.processes]
+            return counts
+        await asyncio.sleep(0.5)
+
+
+async def _unfinished(store: Store) -> list[str]:
+    """Say of each slot that has not ended who holds it and until when, and what the samplers find down."""
+    ended = (SlotStatus.SCORED, SlotStatus.FAILED)
+    tasks = [Task.from_document(item) async for item in store.database["Task"].find({})]
+    now = await store.connection.server_time()
+    return [
+        f"at {now:%X} {slot.record_id} is {slot.status}, owner {slot.owner}, lease until"
+        f" {slot.lease_expires_at}, not before {slot.not_before}"
+        for task in tasks
+        for slot in task.slots
+        if slot.status not in ended
+    ] + [f"{each.dependency} is down for {each.by}: {each.why}" for each in await store.outages.ongoing()]
 
 
 async def _check_slots(store: Store, scene: HarnessScene, report: Report, counts: Counts) -> None:
@@ -222,6 +240,6 @@ async def _check_slots(store: Store, scene: HarnessScene, report: Report, counts
     )
     if wrong:
         report.violations.append(f"{wrong} attempts failed although their harness succeeded")
-    await wait(lambda: not scene.harnesses(), _GONE_SECONDS)
+    await comes_true(lambda: not scene.harnesses(), _GONE_SECONDS, _POLL_SECONDS)
     if left := scene.harnesses():
         report.violations.append(f"{len(left)} harnesses run on without a sampler")

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from waiting import comes_true
+
 from agentrl.config.load import CommandParser
 from agentrl.config.schema import RunConfig
 from agentrl.errors import AgentRLError, ConfigError, StoreError
@@ -212,14 +214,14 @@ async def _is_opening(store: Store) -> bool:
 
 async def _reach(condition: Callable[[], Awaitable[bool]], seconds: float, otherwise: str) -> None:
     """Wait until ``condition`` is true. Raises AgentRLError after ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while True:
+
+    async def holds() -> bool:
         with suppress(StoreError):
-            if await condition():
-                return
-        if time.monotonic() > deadline:
-            raise AgentRLError(f"{otherwise} within {seconds:g} s", hint="see the logs")
-        await asyncio.sleep(_POLL_SECONDS)
+            return await condition()
+        return False
+
+    if not await comes_true(holds, seconds, _POLL_SECONDS):
+        raise AgentRLError(f"{otherwise} within {seconds:g} s", hint="see the logs")
 
 
 async def _interruptible(work: Coroutine[None, None, R]) -> R:

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.config.schema import RunConfig
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
-from chaos.drills import count, is_reported, wait_for_scores
+from chaos.drills import becomes_reported, count, wait_for_scores
 from chaos.scene import GENERATIONS, READY_SECONDS, RUN, Scene
 
 logger = logging.getLogger(__name__)
@@ -76,11 +74,7 @@ async def run_refusals(folder: Path, seconds: float, *, tasks: int) -> Report:
                 await _refuse_tools(scene, store, report, seconds / 4)
                 await _refuse_scores(scene, store, report, seconds)
                 await wait_for_scores(store, report.slots - (await count(store)).scored, _FINISH_SECONDS)
-        done = await asyncio.to_thread(
-            subprocess.run, scene.check_command(), capture_output=True, text=True, timeout=300, check=False
-        )
-        if done.returncode != 0:
-            report.violations.append(f"agentrl db check: {(done.stdout or done.stderr)[-300:]}")
+        report.violations += await scene.check()
     finally:
         await scene.mongo.stop()
     return report
@@ -112,12 +106,7 @@ async def _count_after(store: Store, report: Report, service: str, how: str, sec
     """Wait until the outage is reported, and ``seconds`` more; then count."""
     logger.info("%s: %s for %g s", service, how, seconds)
     name = "judge" if service == "judge" else "tool server"
-    deadline = time.monotonic() + READY_SECONDS
-    while True:
-        reported = await is_reported(store, name)
-        if reported or time.monotonic() > deadline:
-            break
-        await asyncio.sleep(0.25)
+    reported = await becomes_reported(store, name)
     await asyncio.sleep(seconds)
     counts = await count(store)
     report.refusals.append(

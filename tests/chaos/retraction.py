@@ -183,8 +183,9 @@ def kill_often(plan: Plan, words: list[str], rng: random.Random) -> int:
     """Call the command and SIGKILL it, ``plan.kills`` times; return how many calls left it half done."""
     half_done = 0
     for _ in range(plan.kills):
+        earlier = asyncio.run(_attempt(plan))
         with subprocess.Popen(plan.retract("retracted", *words), env=environment()) as process:
-            while process.poll() is None and asyncio.run(_trainer(plan)) != process.pid:
+            while process.poll() is None and asyncio.run(_attempt(plan)) == earlier:
                 time.sleep(_POLL_SECONDS)
             time.sleep(rng.uniform(0.0, _LONGEST_KILL_SECONDS))
             process.send_signal(signal.SIGKILL)
@@ -192,9 +193,10 @@ def kill_often(plan: Plan, words: list[str], rng: random.Random) -> int:
     return half_done
 
 
-async def _trainer(plan: Plan) -> int | None:
+async def _attempt(plan: Plan) -> int:
+    """Return the attempt of the last trainer: the rebuilding, too, is one."""
     async with await open_store(plan.config("retracted")) as store:
-        return (await store.trainer_lease.read()).pid
+        return (await store.trainer_lease.read()).attempt
 
 
 async def _is_half_done(plan: Plan) -> bool:

@@ -8,13 +8,14 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import httpx2
+from waiting import comes_true
 
-from agentrl.base.processes import ChildProcess, free_port, stop_child
+from agentrl.base.concurrency import background
+from agentrl.base.processes import ChildProcess, free_port, stop_child, tail
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import Slot, Task
@@ -29,11 +30,15 @@ GENERATIONS = 2
 READY_SECONDS = 120.0
 _STOP_SECONDS = 30.0
 _BUILD_SECONDS = 300.0
+_CHECK_SECONDS = 300.0
 _BEAT_SECONDS = 1.0
 
 
 class Scene:
     """The services, the samplers and the database of the drills."""
+
+    has_tools = True
+    """Whether the samplers know of the tool server: their start waits for one that does not run."""
 
     def __init__(self, folder: Path, *, has_manager: bool = False) -> None:
         """``has_manager``: the tool server is an MCP manager."""
@@ -74,10 +79,14 @@ class Scene:
             for name, words in commands.items()
         }  # fmt: skip
 
-    def check_command(self) -> list[str]:
-        """Return the command that checks the database."""
-        return [sys.executable, "-m", "agentrl", "db", "check", "--run_name", RUN,
-                "--db_connection_string", self.mongo.uri, "--skip_files"]  # fmt: skip
+    async def check(self) -> list[str]:
+        """Return what ``agentrl db check`` finds wrong in the database."""
+        command = [sys.executable, "-m", "agentrl", "db", "check", "--run_name", RUN,
+                   "--db_connection_string", self.mongo.uri, "--skip_files"]  # fmt: skip
+        done = await asyncio.to_thread(
+            subprocess.run, command, capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False
+        )
+        return [] if done.returncode == 0 else [f"agentrl db check: {(done.stdout or done.stderr)[-300:]}"]
 
     def kill(self, name: str) -> None:
         """Kill a service at once."""
@@ -85,6 +94,18 @@ class Scene:
         if process is not None:
             process.kill()
             process.wait(_STOP_SECONDS)
+
+    def ended(self) -> list[str]:
+        """Say which processes ended by themselves, and their last words: nobody starts them again."""
+        return [
+            f"{name} ended by itself with exit code {each.process.returncode}:\n{self.last_words(name)}"
+            for name, each in self.processes.items()
+            if each.process is not None and each.process.poll() is not None
+        ]
+
+    def last_words(self, name: str) -> str:
+        """Return the end of what a process has written."""
+        return tail(self.folder / f"{name}.out")
 
     async def set_mode(self, name: str, mode: str) -> None:
         """Make the judge or the manager answer, refuse everybody, or answer with a page."""
@@ -98,11 +119,8 @@ class Scene:
 
     async def listens(self, name: str) -> None:
         """Wait until a service listens."""
-        deadline = time.monotonic() + READY_SECONDS
-        while not _listens(self._ports[name]):
-            if time.monotonic() > deadline:
-                raise AgentRLError(f"{name} does not listen", hint=f"see {self.folder}/{name}.out")
-            await asyncio.sleep(0.1)
+        if not await comes_true(lambda: _listens(self._ports[name]), READY_SECONDS, every=0.1):
+            raise AgentRLError(f"{name} does not listen", hint=f"see {self.folder}/{name}.out")
 
     async def beat(self, store: Store) -> None:
         """Register the engine, and send its heartbeats while it is up."""
@@ -121,14 +139,12 @@ class Scene:
     @contextlib.asynccontextmanager
     async def running(self, store: Store, *names: str) -> AsyncIterator[None]:
         """Run the processes ``names`` in the block, or all; end all at its end."""
-        beats = asyncio.create_task(self.beat(store))
         try:
             for name in names or self.processes:
                 self.processes[name].start()
-            yield
+            async with background(self.beat(store)):
+                yield
         finally:
-            beats.cancel()
-            await asyncio.gather(beats, return_exceptions=True)
             for name in reversed(self.processes):
                 running = self.processes[name].process
                 if running is not None:
@@ -143,7 +159,7 @@ class Scene:
         )  # fmt: skip
 
     def _flags(self) -> Sequence[str]:
-        flags = {
+        flags: dict[str, object] = {
             "run_name": RUN, "db_connection_string": self.mongo.uri, "model_name_or_path": self._model,
             "agent_config_path": self.folder / "agent.yml",
             "tool_call_parser": "hermes", "num_generations": GENERATIONS, "max_turns": 3,
@@ -152,13 +168,11 @@ class Scene:
             "db_timeout_seconds": 3, "db_wait_seconds": 600,
             "verbose": True, "log_dir": self.folder / "logs", "output_dir": self.folder / "output",
         }  # fmt: skip
-        address = f"http://{HOST}:{self._ports['tools']}"
-        tools = (
-            {"mcp_manager_url": f"{address}/mcpapi"}
-            if self._has_manager
-            else {"mcp_servers_file": self.folder / "mcp.yml"}
-        )
-        return [word for name, value in {**flags, **tools}.items() for word in (f"--{name}", str(value))]
+        if self._has_manager:
+            flags["mcp_manager_url"] = f"http://{HOST}:{self._ports['tools']}/mcpapi"
+        elif self.has_tools:
+            flags["mcp_servers_file"] = self.folder / "mcp.yml"
+        return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
 def _listens(port: int) -> bool:

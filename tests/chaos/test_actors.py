@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import until
 
 from chaos import actors as actors_module
 from chaos.actors import Actor, environment, watch
@@ -26,13 +27,6 @@ def actor(tmp_path: Path) -> Iterator[Actor]:
         made.process.wait(10)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while True:
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-
-
 async def test_a_kill_is_not_recorded_as_an_exit(actor: Actor) -> None:
     actor.start()
     assert await actor.kill()
@@ -47,10 +41,9 @@ async def test_freeze_stops_a_process_and_thaw_continues_it(actor: Actor) -> Non
     actor.start()
     assert actor.freeze()
     process = psutil.Process(actor.pid)
-    async with asyncio.timeout(10):
-        await until(lambda: process.status() == psutil.STATUS_STOPPED)
-        actor.thaw()
-        await until(lambda: process.status() != psutil.STATUS_STOPPED)
+    await until(lambda: process.status() == psutil.STATUS_STOPPED)
+    actor.thaw()
+    await until(lambda: process.status() != psutil.STATUS_STOPPED)
 
 
 async def test_an_actor_that_ends_by_itself_is_recorded_and_restarted(
@@ -63,8 +56,7 @@ async def test_an_actor_that_ends_by_itself_is_recorded_and_restarted(
     actor.start()
     watcher = asyncio.create_task(watch([actor]))
     try:
-        async with asyncio.timeout(30):
-            await until(lambda: len(actor.exits) >= 2)
+        await until(lambda: len(actor.exits) >= 2)
     finally:
         watcher.cancel()
     assert {(exit.actor, exit.code) for exit in actor.exits} == {("engine-1", 3)}
@@ -89,8 +81,7 @@ async def test_a_superseded_process_must_end_with_an_error(
     lines = f"import pathlib, time; pathlib.Path({str(ready)!r}).touch(); time.sleep(0.3); {program}"
     actor = Actor("trainer", [sys.executable, "-c", lines], tmp_path / "x.out", environment())
     actor.start()
-    async with asyncio.timeout(30):
-        await until(ready.exists)
+    await until(ready.exists)
     frozen = actor.set_aside()
     assert frozen is not None
     assert actor.pid is None

@@ -8,7 +8,7 @@ import pytest
 
 from chaos.harness_kills import run_harness_kills
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400), pytest.mark.usefixtures("starts_warm")]
 
 
 async def test_kills_lose_no_trajectory_and_end_each_once(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ import pytest
 
 from chaos.drills import DRILLS, run_drills
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240), pytest.mark.usefixtures("starts_warm")]
 
 
 async def test_outages_use_up_no_attempt_and_resample_nothing(tmp_path: Path) -> None:
-    report = await run_drills(tmp_path / "drills", 6.0)
+    report = await run_drills(tmp_path / "drills", 4.0, tasks=1000)
     table = "\n".join(report.lines())
     assert report.violations == [], table
     assert [drill.name for drill in report.drills] == list(DRILLS)

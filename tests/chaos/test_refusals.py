@@ -8,7 +8,7 @@ import pytest
 
 from chaos.refusals import run_refusals
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.usefixtures("starts_warm")]
 
 
 async def test_refusals_close_no_slot_and_use_up_no_attempt(tmp_path: Path) -> None:

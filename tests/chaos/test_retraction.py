@@ -8,7 +8,7 @@ import pytest
 
 from chaos.retraction import Plan, compare
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
 
 
 def test_weights_equal_those_of_a_run_that_never_held_it(mongo_uri: str, tmp_path: Path) -> None:

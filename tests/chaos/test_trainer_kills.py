@@ -8,7 +8,7 @@ import pytest
 
 from chaos.trainer_kills import GENERATIONS, GROUPS_PER_STEP, Plan, compare
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.usefixtures("starts_warm")]
 
 
 def test_three_kills_change_nothing(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class Plan:
             "--sync_sampling", "true", "--max_concurrent_samples_per_process", "1",
             "--groups_per_step", str(GROUPS_PER_STEP), "--max_steps", str(self.steps),
             "--save_steps", str(SAVE_STEPS), "--learning_rate", "1e-3",
-            "--max_trained_count", str(self.max_trained_count), "--heartbeat_seconds", "0.5",
+            "--max_trained_count", str(self.max_trained_count), "--heartbeat_seconds", "0.2",
         ]  # fmt: skip
 
 
@@ -120,8 +120,10 @@ async def _train(plan: Plan, run: str, uri: str, *, kills: int) -> tuple[Trained
     async with await open_store(RunConfig(run_name=run, db_connection_string=uri)) as store:
         with _processes(plan, run, flags, ("serve", "sample")):
             for number in range(kills):
+                earlier = (await store.trainer_lease.read()).attempt
                 with _processes(plan, run, flags, ("train",)) as (trainer,):
-                    await _reach_kill(store, trainer, rng, after=number * plan.steps // kills)
+                    after = number * plan.steps // kills
+                    await _reach_kill(store, trainer, rng, earlier=earlier, after=after)
                     signal_session(trainer, signal.SIGKILL)
                     trainer.wait(10)
             with _processes(plan, run, flags, ("train",)) as (trainer,):
@@ -130,16 +132,19 @@ async def _train(plan: Plan, run: str, uri: str, *, kills: int) -> tuple[Trained
 
 
 async def _reach_kill(
-    store: Store, trainer: subprocess.Popen[bytes], rng: random.Random, *, after: int
+    store: Store, trainer: subprocess.Popen[bytes], rng: random.Random, *, earlier: int, after: int
 ) -> None:
-    """Wait until a random moment: while the trainer starts, or in the first steps after ``after``."""
+    """Wait until a random moment: while the trainer starts, or in the first steps after ``after``.
+
+    ``earlier`` is the attempt of the trainer before it.
+    """
     if rng.random() < _EARLY_KILLS:
         await asyncio.sleep(rng.uniform(0.0, _START_SECONDS))
         return
     deadline = time.monotonic() + STEP_SECONDS
     while trainer.poll() is None and time.monotonic() < deadline:
         lease = await store.trainer_lease.read()
-        if lease.pid == trainer.pid:
+        if lease.attempt > earlier:
             planned = await store.steps.find(after=after, status=None)
             if any(step.id.startswith(f"{lease.attempt}/") for step in planned):
                 break

@@ -20,11 +20,12 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from training_data import group
+from waiting import comes_true
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.base import now
@@ -40,6 +41,8 @@ from chaos.actors import Actor, environment
 from chaos.bucket import Bucket
 
 logger = logging.getLogger(__name__)
+
+Condition = Callable[[], bool | Awaitable[bool]]
 
 RUN = "weights"
 SITES = ("site-0", "site-1")
@@ -153,15 +156,9 @@ class Delivery:
             logger.info("fault %d: %s", turn + 1, dict(self.report.faults))
             await self._moves_on(store)
 
-    async def _kill(self, name: str, moment: Callable[[], object]) -> None:
+    async def _kill(self, name: str, moment: Condition) -> None:
         """Send SIGKILL at a ``moment``, and start the process again."""
-        deadline = time.monotonic() + _CHANCE_SECONDS
-        while time.monotonic() < deadline:
-            found = moment()
-            if await found if asyncio.iscoroutine(found) else found:
-                break
-            await asyncio.sleep(0.002)
-        else:
+        if not await comes_true(moment, _CHANCE_SECONDS, every=0.002):
             name += ", at rest"
         actor = self._actors[name.partition(",")[0]]
         if await actor.kill():
@@ -192,17 +189,11 @@ class Delivery:
 
         await self.reach(is_newer, _READY_SECONDS, "no newer version is published")
 
-    async def reach(self, condition: Callable[[], object], seconds: float, otherwise: str) -> None:
+    async def reach(self, condition: Condition, seconds: float, otherwise: str) -> None:
         """Wait until ``condition`` holds. Raises RuntimeError with the ends of the logs."""
-        deadline = time.monotonic() + seconds
-        while True:
-            found = condition()
-            if await found if asyncio.iscoroutine(found) else found:
-                return
-            if time.monotonic() > deadline:
-                logs = (f"{path.name}:\n{path.read_text()[-2500:]}" for path in self.folder.glob("*.log"))
-                raise RuntimeError(f"{otherwise} within {seconds:g} s\n" + "\n".join(logs))
-            await asyncio.sleep(0.1)
+        if not await comes_true(condition, seconds, every=0.1):
+            logs = (f"{path.name}:\n{path.read_text()[-2500:]}" for path in self.folder.glob("*.log"))
+            raise RuntimeError(f"{otherwise} within {seconds:g} s\n" + "\n".join(logs))
 
     async def stop(self, name: str) -> int | None:
         """Stop a process with SIGTERM; return its exit code."""

@@ -1,14 +1,20 @@
-"""What every engine must do, over its real server: the local engine, SGLang and vLLM pass the same tests."""
+"""What every engine must do, over its real server: the local engine, SGLang and vLLM pass the same tests.
+
+SGLang takes long to start: its server stands behind a real sglang-router, too.
+"""
 
 import asyncio
 import contextlib
 import os
 import re
 import signal
+import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +31,7 @@ from engine_policy import (
 )
 from safetensors.torch import load_file
 from tcp_server import TcpServer
+from tiny_policy import TEMPLATE
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 from waiting import until
@@ -42,41 +49,90 @@ from agentrl.gateway.request import GatewayRequest
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EngineInterruptedError, EngineRefusedError, Generation
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.commands import EngineProcess, engine_command, free_port, has_gpu
-from agentrl.inference.served_engine import LiveLoader
+from agentrl.inference.engines.commands import (
+    EngineCommand,
+    EngineProcess,
+    engine_command,
+    engine_venv,
+    free_port,
+    has_gpu,
+)
+from agentrl.inference.http import EngineHttp
+from agentrl.inference.served_engine import FrontRouter, LiveLoader
 from agentrl.inference.session import EngineRouter
+from agentrl.model.load import load_policy
 from agentrl.model.lora import add_adapter
 from agentrl.rollout.prompts import Budget
 from agentrl.teaching.teacher import FolderTeacher, HttpTeacher
+from agentrl.weights.folder import complete_folder, stored_dtype
 from agentrl.weights.live import LiveHolder
+from agentrl.weights.snapshot import write_alone
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240), pytest.mark.usefixtures("starts_warm")]
 
 CONTEXT = 4096
 ADAPTER = AdapterConfig(lora_rank=4)
-LONG_TOKENS = 2500
+LONG_TOKENS = 800
 LONG = SamplingParams(max_new_tokens=LONG_TOKENS, extra={"ignore_eos": True})
 SHORT = SamplingParams(max_new_tokens=12, extra={"ignore_eos": True})
+GREEDY = SHORT.replace(max_new_tokens=24, temperature=0.0)
+PARITY = 2e-2
+PAUSED_HEALTH_SECONDS = "4"
+"""SGLang answers for so long that it is not healthy while it is paused; 20 by default."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A bfloat16 model that was trained in float32: what it was, what is published of it, and its weights."""
+
+    base: str
+    folder: str
+    exact: str
 
 
 @dataclass
 class Served:
-    """A running server, and the two folders of weights that the tests switch between."""
+    """A running server, and the two folders of weights that the tests switch between.
+
+    ``answers`` are those that it gave to ``greedy_answers`` before its weights were updated.
+    """
 
     kind: str
     url: str
     process: EngineProcess
     first: str
     second: str
+    answers: list[Generation]
 
     def client(self, timeout: float = 120.0) -> EngineClient:
         return engine_client(self.kind, self.url, timeout)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     base = tmp_path_factory.mktemp("engine-models")
     return save_model(base / "first", seed=1), save_model(base / "second", seed=2)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    """What is published of a model after two steps."""
+    folder = tmp_path_factory.mktemp("published")
+    base = save_model(folder / "base", seed=3)
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
+    (folder / "base" / "chat_template.jinja").write_text(TEMPLATE)
+    policy = load_policy(ModelConfig(model_name_or_path=base, dtype="float32"))
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-2)
+    for seed in (1, 2):
+        ids = torch.tensor([prompt(seed)])
+        policy.model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    policy.model.save_pretrained(folder / "exact")
+    (folder / "weights").mkdir()
+    write_alone(policy.published, folder / "weights")
+    complete_folder(Path(base), folder / "weights")
+    return Published(base, str(folder / "weights"), str(folder / "exact"))
 
 
 KINDS = ["local", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("sglang", "vllm"))]
@@ -84,28 +140,47 @@ KINDS = ["local", *(pytest.param(name, marks=getattr(pytest.mark, name)) for nam
 
 @pytest.fixture(scope="module", params=KINDS)
 def served(
-    request: pytest.FixtureRequest, folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    starts_warm: None,
+    folders: tuple[str, str],
+    published: Published,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
     kind = str(request.param)
-    config = EngineConfig(engine=kind, max_total_tokens=32768, inf_mem_ratio=0.1)  # type: ignore[arg-type]
-    port = free_port(config.host)
-    try:
-        command = engine_command(folders[0], ModelConfig(), config, port, ADAPTER)
-    except ConfigError as error:
-        if kind in os.environ.get("AGENTRL_REQUIRE_ENGINES", "").split(","):
-            raise
-        pytest.skip(str(error))
-    process = EngineProcess(command, tmp_path_factory.mktemp(kind) / "engine.log")
-    served = Served(kind, f"http://{config.host}:{port}", process, *folders)
+    first, second = folders
+    if kind != "local" and not has_gpu():  # they compute bfloat16 weights in float32, exactly
+        first = published.folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_HEALTH_CHECK_TIMEOUT", PAUSED_HEALTH_SECONDS)
+        try:
+            url, process = start(kind, first, tmp_path_factory.mktemp(kind), ADAPTER)
+        except ConfigError as error:
+            if kind in os.environ.get("AGENTRL_REQUIRE_ENGINES", "").split(","):
+                raise
+            pytest.skip(str(error))
 
-    async def ready() -> None:
-        async with served.client() as client:
+    async def ready() -> list[Generation]:
+        async with engine_client(kind, url) as client:
             await process.wait_ready(client, 200.0)
             await client.set_version(0)
+            return await greedy_answers(client, "started")
 
-    asyncio.run(ready())
-    yield served
+    yield Served(kind, url, process, first, second, asyncio.run(ready()))
     asyncio.run(process.stop())
+
+
+def start(
+    kind: str, folder: str, logs: Path, adapter: AdapterConfig | None = None
+) -> tuple[str, EngineProcess]:
+    """Start a server that serves ``folder``; return its URL before it is ready."""
+    config = EngineConfig(engine=kind, max_total_tokens=32768, inf_mem_ratio=0.1)  # type: ignore[arg-type]
+    port = free_port(config.host)
+    command = engine_command(folder, ModelConfig(), config, port, adapter)
+    return f"http://{config.host}:{port}", EngineProcess(command, logs / f"{kind}.log")
+
+
+async def greedy_answers(client: EngineClient, name: str) -> list[Generation]:
+    return [await client.generate(prompt(seed), GREEDY, f"{name}-{seed}") for seed in (3, 4, 5)]
 
 
 @pytest.fixture
@@ -143,6 +218,42 @@ async def running_long(client: EngineClient, seed: int, rid: str) -> "asyncio.Ta
             return task
         assert len(task.result().output_ids) == LONG_TOKENS
     raise AssertionError("a long generation ended before two short ones, five times")
+
+
+async def test_an_engine_started_on_a_version_equals_one_updated_to_it(
+    served: Served, engine: EngineClient, published: Published, tmp_path: Path
+) -> None:
+    """It is updated from the version to the base and back: one server is both."""
+    async with AsyncExitStack() as stack:
+        started = served.answers
+        if served.first != published.folder:  # a server that computes in bfloat16
+            url, process = start(served.kind, published.folder, tmp_path)
+            stack.push_async_callback(process.stop)
+            engine = await stack.enter_async_context(engine_client(served.kind, url))
+            await process.wait_ready(engine, 200.0)
+            await engine.set_version(0)
+            started = await greedy_answers(engine, "started")
+        await engine.update_weights(published.base, 1)
+        before = await greedy_answers(engine, "base")
+        await engine.update_weights(published.folder, 2)
+        after = await greedy_answers(engine, "updated")
+    assert [item.logprobs for item in after] != [item.logprobs for item in before]
+    assert [item.output_ids for item in started] == [item.output_ids for item in after]
+    assert [item.logprobs for item in started] == [item.logprobs for item in after]
+    for seed, made in zip((3, 4, 5), started, strict=True):
+        assert made.finish_reason == "length"
+        ours = plain_logprobs(published.exact, prompt(seed), made.output_ids)
+        gap = ours.gather(-1, torch.tensor(made.output_ids)[:, None])[:, 0] - torch.tensor(made.logprobs)
+        assert gap.abs().mean() < PARITY
+
+
+def test_what_is_published_is_rounded_once(published: Published) -> None:
+    rounded, exact = (
+        load_file(Path(folder) / "model.safetensors") for folder in (published.folder, published.exact)
+    )
+    assert stored_dtype(Path(published.base)) == "bfloat16"
+    assert all(torch.equal(rounded[name], exact[name].bfloat16()) for name in exact)
+    assert any(not torch.equal(rounded[name].float(), exact[name]) for name in exact)
 
 
 async def test_an_adapter_is_loaded_while_requests_run(
@@ -470,18 +581,14 @@ async def test_weights_that_cannot_be_loaded_leave_the_old_ones(
     assert (after.output_ids, after.versions) == (before.output_ids, before.versions)
 
 
-@pytest.mark.parametrize("ids", [[], [5, VOCAB], [-1, 5]])
-async def test_ids_outside_the_vocabulary_never_reach_the_engine(
-    engine: EngineClient, ids: list[int]
+async def test_ids_outside_the_vocabulary_and_a_prompt_longer_than_the_context_are_refused(
+    engine: EngineClient,
 ) -> None:
-    with pytest.raises(EngineRefusedError):
-        await engine.generate(ids, SHORT, "outside")
-    assert await engine.health()
-
-
-async def test_a_prompt_longer_than_the_context_is_refused(engine: EngineClient) -> None:
+    for ids in ([], [5, VOCAB], [-1, 5]):
+        with pytest.raises(EngineRefusedError):
+            await engine.generate(ids, SHORT, "outside")
     with pytest.raises(EngineRefusedError, match="400"):
-        await engine.generate(prompt(17, 4100), SHORT, "too-long")
+        await engine.generate(prompt(17, CONTEXT + 4), SHORT, "too-long")
     assert await engine.health()
 
 
@@ -528,14 +635,15 @@ async def test_the_router_survives_an_abort(served: Served, engine: EngineClient
 
 
 async def test_a_cut_connection_loses_no_token_that_was_sent(served: Served, engine: EngineClient) -> None:
+    whole = LONG.replace(max_new_tokens=2500)  # more than is sent
     async with CutAfter(served.url, 60_000).serving() as cut, served.client() as direct:
         through = engine_client(served.kind, cut.url, 30.0)
         with pytest.raises(EngineInterruptedError) as raised:
-            await through.generate(prompt(21), LONG, "cut")
+            await through.generate(prompt(21), whole, "cut")
         await through.close()
         part = raised.value.partial
         assert part is not None
-        assert 10 < len(part.output_ids) == len(part.logprobs) < LONG_TOKENS
+        assert 10 < len(part.output_ids) == len(part.logprobs) < whole.max_new_tokens
         assert part.versions == (VersionSpan(version=0, start=0, end=len(part.output_ids)),)
         assert_logprobs(served.first, prompt(21), part)
         rest = await direct.generate([*prompt(21), *part.output_ids], SHORT, "rest")
@@ -566,21 +674,129 @@ async def test_a_server_as_a_teacher_scores_as_its_folder_does(served: Served) -
     await teacher.close()
 
 
+@pytest.fixture(scope="module")
+def router_python() -> str:
+    python = engine_venv("sglang") / "bin" / "python"
+    probe = [str(python), "-c", "import sglang_router"]
+    if not python.is_file() or subprocess.run(probe, capture_output=True, check=False).returncode:
+        if "sglang" in os.environ.get("AGENTRL_REQUIRE_ENGINES", "").split(","):
+            raise FileNotFoundError(f"{python} has no sglang_router; run: bash scripts/setup_sglang.sh")
+        pytest.skip(f"{python} has no sglang_router; run: bash scripts/setup_sglang.sh")
+    return str(python)
+
+
+async def test_trajectories_run_through_a_router(
+    served: Served, engine: EngineClient, router_python: str, tmp_path: Path
+) -> None:
+    """They keep their engine, resume aborted calls, and lose no token when SGLang dies."""
+    if served.kind != "sglang":
+        pytest.skip("sglang-router comes with SGLang")
+    await engine.update_weights(served.second, 1)
+    async with AsyncExitStack() as stack:
+        url, local = start("local", served.second, tmp_path)
+        stack.push_async_callback(local.stop)
+        beside = await stack.enter_async_context(engine_client("local", url))
+        await local.wait_ready(beside, 150.0)
+        await beside.set_version(1)
+        address = await stack.enter_async_context(sglang_router(router_python, tmp_path, served.url, url))
+        router = EngineRouter(no_engines, router_url=address, vocab_size=VOCAB, backoff=0.05)
+        stack.push_async_callback(router.close)
+        counts = await asyncio.gather(*(five_turns(router, served.second, number) for number in range(2)))
+        assert sum(cached for cached, _ in counts) >= 0.9 * sum(known for _, known in counts)
+        running = [asyncio.create_task(long_turn(router, served.second, number)) for number in range(4)]
+        for client in (beside, engine):
+            await until(partial(busy, client))
+        direct = await running_long(engine, 19, "orphan")
+        assert not any(task.done() for task in running)
+        await dies(served, served.second, direct)
+        await asyncio.gather(*running)
+
+
+@asynccontextmanager
+async def sglang_router(python: str, logs: Path, *engines: str) -> AsyncIterator[str]:
+    """A router at which the engines are registered while it runs; yields its URL."""
+    host = "127.0.0.1"
+    port, metrics = free_port(host), free_port(host)
+    argv = [
+        *(python, "-m", "sglang_router.launch_router", "--host", host, "--port", str(port)),
+        *("--prometheus-port", str(metrics), "--policy", "cache_aware", "--disable-retries"),
+    ]
+    process, url = EngineProcess(EngineCommand(argv), logs / "router.log"), f"http://{host}:{port}"
+    try:
+        async with EngineClient(url) as client:
+            await process.wait_ready(client, 150.0)
+        fronts = [(FrontRouter(url), engine) for engine in engines]
+        keeping = [asyncio.create_task(front.keep(engine)) for front, engine in fronts]
+        await workers(url, len(engines))
+        yield url
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
+        for front, engine in fronts:
+            await front.leave(engine)
+        await workers(url, 0)
+    finally:
+        await process.stop()
+
+
+async def workers(router: str, count: int) -> None:
+    """Wait until the router has ``count`` workers, all healthy."""
+    http = EngineHttp(router)
+
+    async def listed() -> bool:
+        found: list[dict[str, Any]] = (await http.call("GET", "/workers"))["workers"]
+        return [worker["is_healthy"] for worker in found] == [True] * count
+
+    await until(listed, 60)
+    await http.close()
+
+
+async def no_engines() -> list[InferenceService]:
+    return []
+
+
+async def five_turns(router: EngineRouter, folder: str, number: int) -> tuple[int, int]:
+    """Return the tokens that the engine had cached, and those that it had seen."""
+    cached = known = 0
+    async with router.session(f"t{number}", f"group{number}") as session:
+        ids = prompt(number, 200)
+        for turn in range(5):
+            made = await session.generate(ids, SHORT)
+            assert_logprobs(folder, ids, made)
+            cached, known = cached + made.cached_tokens, known + (len(ids) - 40 if turn else 0)
+            ids = [*ids, *made.output_ids, *prompt(50 + turn, 28)]
+    return cached, known
+
+
+async def long_turn(router: EngineRouter, folder: str, number: int) -> None:
+    """A long generation that loses none of its tokens."""
+    async with router.session(f"long{number}") as session:
+        made = await session.generate(prompt(60 + number), LONG)
+    assert (len(made.output_ids), made.finish_reason) == (LONG_TOKENS, "length")
+    assert_logprobs(folder, prompt(60 + number), made)
+
+
 async def test_an_engine_that_dies_is_an_outage_with_the_tokens_that_it_sent(served: Served) -> None:
     """The last test: it kills the server."""
+    if served.process.returncode is not None:
+        pytest.skip("it has died so behind the router")
     async with served.client() as client:
-        task = await running_long(client, 19, "orphan")
-        os.killpg(served.process.pid, signal.SIGKILL)
-        async with asyncio.timeout(20):
-            with pytest.raises(EngineInterruptedError, match=served.url) as raised:
-                await task
-            with pytest.raises(EngineError, match="cannot be reached"):
-                await client.generate(prompt(20), SHORT, "nobody")
+        await dies(served, served.first, await running_long(client, 19, "orphan"))
+
+
+async def dies(served: Served, weights: str, running: "asyncio.Task[Generation]") -> None:
+    """Kill the server: what is ``running`` by its ``weights`` ends in an outage with the tokens it sent."""
+    os.killpg(served.process.pid, signal.SIGKILL)
+    async with served.client() as client, asyncio.timeout(20):
+        with pytest.raises(EngineInterruptedError, match=served.url) as raised:
+            await running
+        with pytest.raises(EngineError, match="cannot be reached"):
+            await client.generate(prompt(20), SHORT, "nobody")
         assert not await client.health()
     part = raised.value.partial
     assert raised.value.outage == ENGINES
     assert part is not None
-    assert_logprobs(served.first, prompt(19), part)
+    assert_logprobs(weights, prompt(19), part)
 
 
 @asynccontextmanager

@@ -22,7 +22,7 @@ from agentrl.store.client import Store
 from agentrl.tools.mcp import server
 from agentrl.tools.pool import ToolPool
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
 __all__ = ["quick"]
 
 SERVER = str(Path(__file__).parent / "servers" / "misbehaving_server.py")

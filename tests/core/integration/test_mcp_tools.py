@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
 from open_tools import open_tools
+from server_process import end_server, start_server
 
 from agentrl.base.processes import free_port
 from agentrl.config.schema import ToolConfig
@@ -22,7 +21,7 @@ from agentrl.tools.base import Trajectory, schema_name
 from agentrl.tools.mcp import server
 from agentrl.tools.pool import ToolPool
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
 
 SERVER = str(Path(__file__).parent / "servers" / "demo_server.py")
 
@@ -37,25 +36,22 @@ def config_of(tmp_path: Path, servers: dict[str, object], **flags: object) -> To
     return ToolConfig(mcp_servers_file=str(path), **flags)
 
 
-def start_http(port: int, *more: str) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, SERVER, str(port), *more], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return process
-        time.sleep(0.05)
-    raise AssertionError("the HTTP server did not start")
+@contextmanager
+def serving(*more: str) -> Iterator[int]:
+    """Run the HTTP server; yield its port."""
+    port = free_port()
+    process = start_server(port, sys.executable, SERVER, str(port), *more)
+    try:
+        yield port
+    finally:
+        end_server(process, port)
 
 
 @pytest.fixture
-def http_server() -> Iterator[tuple[str, int, list[subprocess.Popen[bytes]]]]:
-    port = free_port()
-    processes = [start_http(port)]
-    yield f"http://127.0.0.1:{port}/mcp", port, processes
-    for process in processes:
-        process.kill()
-        process.wait(10)
+def url() -> Iterator[str]:
+    """The URL of an HTTP server."""
+    with serving() as port:
+        yield f"http://127.0.0.1:{port}/mcp"
 
 
 async def test_stdio_server_answers_and_its_errors_are_results(tmp_path: Path) -> None:
@@ -95,21 +91,14 @@ async def test_many_calls_at_once_share_one_connection(tmp_path: Path) -> None:
 
 
 async def test_the_older_transport_is_spoken_too(tmp_path: Path) -> None:
-    port = free_port()
-    process = start_http(port, "sse")
-    try:
+    with serving("sse") as port:
         entry = {"url": f"http://127.0.0.1:{port}/sse", "transport": "sse"}
         async with open_tools(config_of(tmp_path, {"old": entry})) as tools:
             assert (await tools.call("add", {"a": 2, "b": 3})).text == "5"
-    finally:
-        process.kill()
-        process.wait(10)
 
 
-async def test_a_server_of_the_newest_protocol_announces_its_new_tool(
-    tmp_path: Path, http_server: tuple[str, int, list[subprocess.Popen[bytes]]]
-) -> None:
-    for entry in ({"url": http_server[0]}, stdio_entry()):
+async def test_a_server_of_the_newest_protocol_announces_its_new_tool(tmp_path: Path, url: str) -> None:
+    for entry in ({"url": url}, stdio_entry()):
         async with open_tools(config_of(tmp_path, {"demo": entry})) as tools:
             first = (await tools.call("grow", {})).text
             second = (await tools.call("add", {"a": 1, "b": 1})).text
@@ -117,10 +106,8 @@ async def test_a_server_of_the_newest_protocol_announces_its_new_tool(
             assert (await tools.call("grown", {"q": "x"})).text == "about x"
 
 
-async def test_tools_of_one_name_on_two_servers_are_prefixed(
-    tmp_path: Path, http_server: tuple[str, int, list[subprocess.Popen[bytes]]]
-) -> None:
-    servers = {"local": stdio_entry("lookup"), "web": {"url": http_server[0]}}
+async def test_tools_of_one_name_on_two_servers_are_prefixed(tmp_path: Path, url: str) -> None:
+    servers = {"local": stdio_entry("lookup"), "web": {"url": url}}
     async with open_tools(config_of(tmp_path, servers)) as pool:
         names = [schema_name(schema) for schema in await pool.list()]
         assert "lookup" in names

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from open_tools import open_tools
+from server_process import end_server, start_server
 
 from agentrl.base.processes import free_port
 from agentrl.config.schema import ToolConfig
@@ -43,38 +41,26 @@ def trajectory(number: int = 0, **meta: Any) -> Trajectory:
     return Trajectory(id=f"train/0/t/{number}", meta=meta)
 
 
-def start(port: int) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and process.poll() is None:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return process
-        time.sleep(0.02)
-    raise AssertionError("the server did not start")
-
-
 class Web:
     """The HTTP server, which tests may kill and start again."""
 
-    def __init__(self) -> None:
-        self.port = free_port()
-        self.process = start(self.port)
+    def __init__(self, python: Path) -> None:
+        self._python, self.port = python, free_port()
+        self.restart()
 
     def entry(self, path: str = "mcp", **options: Any) -> dict[str, Any]:
         return {"url": f"http://127.0.0.1:{self.port}/{path}", **options}
 
     def stop(self) -> None:
-        self.process.kill()
-        self.process.wait(10)
+        end_server(self._process, self.port)
 
     def restart(self) -> None:
-        self.process = start(self.port)
+        self._process = start_server(self.port, self._python, SERVER, str(self.port))
 
 
 @pytest.fixture
-def web() -> Iterator[Web]:
-    server = Web()
+def web(warm_python: Path) -> Iterator[Web]:
+    server = Web(warm_python)
     yield server
     server.stop()
 

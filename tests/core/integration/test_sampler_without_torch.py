@@ -17,7 +17,10 @@ from tiny_policy import write_tiny_policy
 from agentrl.config.schema import RunConfig
 from agentrl.store.client import Store
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.usefixtures("starts_warm")]
+
+PYTHON = sys.executable
+"""The real one, before a test starts warm: it reads the sitecustomize.py."""
 
 HIDDEN = """
 import importlib.machinery
@@ -63,8 +66,9 @@ def start(run_config: RunConfig, tmp_path: Path) -> Iterator[Callable[..., subpr
         }
         if hidden:
             environment["PYTHONPATH"] = str(tmp_path / "hidden")
+        python = PYTHON if hidden else sys.executable
         with (tmp_path / f"{command}.txt").open("wb") as sink:
-            words = [sys.executable, "-m", "agentrl", command, *common, *own]
+            words = [python, "-m", "agentrl", command, *common, *own]
             started.append(subprocess.Popen(words, env=environment, stdout=sink, stderr=subprocess.STDOUT))
         return started[-1]
 

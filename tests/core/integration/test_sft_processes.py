@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 from tiny_policy import write_tiny_policy
 
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240), pytest.mark.usefixtures("starts_warm")]
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
 
@@ -42,8 +44,6 @@ def contents(folder: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
     return tensors, {path.name for path in folder.iterdir() if "safetensors" not in path.name}
 
 
-@pytest.mark.integration
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("more", [(), ("--lora_rank", "3")])
 def test_two_processes_fine_tune_as_one_does(more: tuple[str, ...], tmp_path: Path) -> None:
     write_tiny_policy(tmp_path / "base")
@@ -70,8 +70,6 @@ def test_two_processes_fine_tune_as_one_does(more: tuple[str, ...], tmp_path: Pa
     assert beside == beside_two
 
 
-@pytest.mark.integration
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("flag", ["lora_rank", "torch_compile"])
 def test_what_two_processes_cannot_train_together_is_told(flag: str, tmp_path: Path) -> None:
     write_tiny_policy(tmp_path / "base")

@@ -10,19 +10,21 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import run_forked
+from forked import Forked, forked
 from ready_data import statuses
 from safetensors.torch import load_file
 from tiny_policy import write_tiny_policy
 from torch import Tensor
 from training_data import group
+from waiting import until
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.model_call import pack_floats, pack_ids
@@ -33,83 +35,17 @@ from agentrl.documents.training import TrainStep
 from agentrl.store.client import Store, open_store
 from agentrl.weights.folder import verify
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
 
+GROUPS = ("a", "b", "c", "d", "e", "f")
+TRAIN = ("-m", "agentrl.train")
+FAULTS = ("-m", "trainer_faults")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *TRAIN)
 ACCELERATE = (
     "-m", "accelerate.commands.launch", "--config_file",
     str(Path(__file__).parents[3] / "assets" / "fsdp2_dst.yml"),
-    "--num_processes", "2", "--main_process_port", "0", "-m", "agentrl.train",
+    "--num_processes", "2", "--main_process_port", "0", *TRAIN,
 )  # fmt: skip
-GROUPS = ("a", "b", "c", "d", "e", "f")
-KILLED_IN_STEP = """
-import os, signal, sys
-from agentrl.cli.main import main
-from agentrl.train.step import PolicyTrainer
-train = PolicyTrainer.train
-def train_and_die(self, data, ages, images):
-    result = train(self, data, ages, images)
-    if self.scheduler.last_epoch == STEP:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
-PolicyTrainer.train = train_and_die
-sys.exit(main(["train", *sys.argv[1:]]))
-"""
-KILLED_BETWEEN_PARTS = """
-import os, signal, sys
-from agentrl.cli.main import main
-from agentrl.store import steps
-steps.CHUNK = 1
-count = steps.train
-seen = []
-async def count_and_die(connection, number, pending, ids):
-    if number == 2 and len(seen) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    seen.extend(ids if number == 2 else ())
-    await count(connection, number, pending, ids)
-steps.train = count_and_die
-sys.exit(main(["train", *sys.argv[1:]]))
-"""
-OUT_OF_MEMORY_IN_STEP_2 = """
-import sys
-import torch
-from agentrl.cli.main import main
-from agentrl.distributed import parallel_model
-from agentrl.train.step import PolicyTrainer
-train = PolicyTrainer.train
-def train_in_little(self, data, ages, images):
-    if self.scheduler.last_epoch == 1:
-        parallel_model.forest_logprobs = lambda *_: torch.empty(1 << 50)
-    return train(self, data, ages, images)
-PolicyTrainer.train = train_in_little
-sys.exit(main(["train", *sys.argv[1:]]))
-"""
-PAUSED_BEFORE_A_FOLDER_APPEARS = """
-import os, signal, sys
-from agentrl.base import atomic_folder
-replace = atomic_folder._replace
-def pause_and_replace(temporary, target):
-    if target.name == "v000002":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    replace(temporary, target)
-atomic_folder._replace = pause_and_replace
-from agentrl.cli.main import main
-sys.exit(main(["train", *sys.argv[1:]]))
-"""
-"""That of version 2."""
-KILLED_WHILE_WRITING = """
-import os, signal, sys
-from agentrl.cli.main import main
-from agentrl.train import controller
-write = controller.write_share
-def write_half_and_die(folder, snapshot):
-    if folder.name == "model" or "step-000001" in folder.name:
-        return write(folder, snapshot)
-    (folder / "model.safetensors").write_bytes(b"half")
-    os.kill(os.getpid(), signal.SIGKILL)
-controller.write_share = write_half_and_die
-sys.exit(main(["train", *sys.argv[1:]]))
-"""
-KILLED_IN_STEP_2, KILLED_IN_STEP_4 = (f"STEP = {step}\n{KILLED_IN_STEP}" for step in (2, 4))
 
 
 @pytest.fixture(scope="module")
@@ -139,24 +75,36 @@ class Run:
             "--max_new_tokens", "512", "--verify_data", "false", *more,
         ]  # fmt: skip
 
-    def start(self, *more: str, program: tuple[str, ...] = ("-m", "agentrl.train")) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+    def start(self, *more: str, fault: str | None = None) -> AbstractContextManager[Forked]:
+        """Train in a forked process, with a fault of ``trainer_faults``; two of them may run at once."""
+        words = self.flags(*more)
+        log = self.folder / f"train-{time.monotonic_ns()}.log"
+        return forked(TRAIN, words, log) if fault is None else forked(FAULTS, [fault, *words], log)
+
+    def train(self, *more: str, fault: str | None = None) -> tuple[int, str]:
+        """Train to the end in a forked process."""
+        with self.start(*more, fault=fault) as process:
+            return process.wait(100)
+
+    def launch(self, *more: str, program: tuple[str, ...] = TRAIN) -> tuple[int, str]:
+        """Train to the end by the command that a person enters."""
+        ended = subprocess.run(
             [sys.executable, *program, *self.flags(*more)], env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100, check=False,
         )  # fmt: skip
-
-    def train(self, *more: str, program: tuple[str, str] = ("-m", "agentrl.train")) -> tuple[int, str]:
-        """Train to the end in a forked process, which has the imports of ``start`` already."""
-        return run_forked(program, self.flags(*more), self.folder / "forked.log", 100)
-
-    def launch(self, *more: str, program: tuple[str, ...] = ("-m", "agentrl.train")) -> tuple[int, str]:
-        """Train to the end as the command does that a person enters."""
-        with self.start(*more, program=program) as process:
-            output, _ = process.communicate(timeout=100)
-        return process.returncode, output
+        return ended.returncode, ended.stdout
 
     async def open(self) -> Store:
         return await open_store(RunConfig(run_name=self.name, db_connection_string=self.uri))
+
+    async def drop(self) -> None:
+        """Delete the database."""
+        async with await self.open() as store:
+            await store.database.client.drop_database(self.name)
+
+    def beside(self, name: str) -> Run:
+        """Another run with a folder beside this one's."""
+        return replace(self, name=f"{self.name}_{name}")
 
     async def fill(self, *, finished: bool = True) -> None:
         """Finalized groups with their data; unless ``finished``, one more task is still being sampled."""
@@ -182,8 +130,7 @@ def _task(order: int, name: str, status: TaskStatus = TaskStatus.COMPLETED) -> T
 async def run(mongo_uri: str, base: Path, tmp_path: Path) -> AsyncIterator[Run]:
     run = Run(f"t{time.monotonic_ns()}", mongo_uri, base, tmp_path)
     yield run
-    async with await run.open() as store:
-        await store.database.client.drop_database(run.name)
+    await run.drop()
 
 
 def told(steps: list[TrainStep]) -> list[tuple[int, tuple[str, ...], float]]:
@@ -195,11 +142,21 @@ async def steps_of(run: Run, status: StepStatus | None = StepStatus.COMMITTED) -
         return await store.steps.find(status=status)
 
 
-async def test_three_steps_three_versions_a_checkpoint(run: Run) -> None:
-    await run.fill()
+@pytest.fixture(scope="module")
+def whole(
+    starts_warm: None, mongo_uri: str, base: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Run]:
+    """A run that the command which a person enters has trained to its end; tests only read it."""
+    run = Run(f"t{time.monotonic_ns()}", mongo_uri, base, tmp_path_factory.mktemp("whole"))
+    asyncio.run(run.fill())
     code, output = run.launch()
     assert code == 0, output
-    async with await run.open() as store:
+    yield run
+    asyncio.run(run.drop())
+
+
+async def test_three_steps_three_versions_a_checkpoint(whole: Run) -> None:
+    async with await whole.open() as store:
         steps = await store.steps.find()
         assert [step.step for step in steps] == [1, 2, 3]
         assert [step.policy_version < step.step for step in steps] == [True] * 3
@@ -211,25 +168,19 @@ async def test_three_steps_three_versions_a_checkpoint(run: Run) -> None:
             verify(version.location, version.files)
         counts = await statuses(store)
         assert counts[DataStatus.TRAINED] == 2 * len(GROUPS)
-    assert (run.output / "checkpoint-000003" / "model" / "config.json").is_file()
+    assert (whole.output / "checkpoint-000003" / "model" / "config.json").is_file()
 
 
-async def test_kill_9_in_a_step_trains_nothing_twice_and_changes_no_loss(
-    run: Run, mongo_uri: str, base: Path, tmp_path: Path
-) -> None:
-    undisturbed = Run(f"{run.name}-whole", mongo_uri, base, tmp_path)
-    await undisturbed.fill()
-    assert undisturbed.train()[0] == 0
-    expected: Any = told(await steps_of(undisturbed))
-
+@pytest.mark.usefixtures("short_transactions")
+async def test_kill_9_in_a_step_trains_nothing_twice_and_changes_no_loss(run: Run, whole: Run) -> None:
     await run.fill()
-    code, output = run.train(program=("-c", KILLED_IN_STEP_2))
+    code, output = run.train(fault="kill_in_step_2")
     assert code == -signal.SIGKILL, output
     planned = await steps_of(run, StepStatus.PLANNED)
     assert [step.step for step in planned] == [2]
     code, output = run.train()
     assert code == 0, output
-    assert told(await steps_of(run)) == expected
+    assert told(await steps_of(run)) == told(await steps_of(whole))
     async with await run.open() as store:
         documents = await store.database["DBRecordData"].find().to_list()
     assert {document["_id"] for document in documents if document["trained_count"] == 1} == {
@@ -237,9 +188,10 @@ async def test_kill_9_in_a_step_trains_nothing_twice_and_changes_no_loss(
     }
 
 
+@pytest.mark.usefixtures("short_transactions")
 async def test_kill_9_while_a_version_is_written_leaves_none_of_it(run: Run) -> None:
     await run.fill()
-    code, output = run.train("--publish", "full", program=("-c", KILLED_WHILE_WRITING))
+    code, output = run.train("--publish", "full", fault="kill_while_writing")
     assert code == -signal.SIGKILL, output
     async with await run.open() as store:
         newest = await store.policy_versions.latest()
@@ -276,9 +228,10 @@ async def test_bad_data_are_set_aside_and_all_others_trained(run: Run) -> None:
     assert [step.step for step in await steps_of(run)] == [1, 2, 3]
 
 
+@pytest.mark.usefixtures("short_transactions")
 async def test_kill_9_between_two_parts_of_a_commit_trains_all_once(run: Run) -> None:
     await run.fill()
-    code, output = run.train(program=("-c", KILLED_BETWEEN_PARTS))
+    code, output = run.train(fault="kill_between_parts")
     assert code == -signal.SIGKILL, output
     [half] = await steps_of(run, StepStatus.COMMITTING)
     async with await run.open() as store:
@@ -299,7 +252,7 @@ async def test_kill_9_between_two_parts_of_a_commit_trains_all_once(run: Run) ->
 @pytest.mark.timeout(240)
 async def test_out_of_memory_names_the_flags_that_help_and_the_run_goes_on_with_them(run: Run) -> None:
     await run.fill()
-    code, output = run.train("--max_tokens", "4096", program=("-c", OUT_OF_MEMORY_IN_STEP_2))
+    code, output = run.train("--max_tokens", "4096", fault="exhaust_memory")
     assert code == 1
     assert "out of memory with micro-batches of --max_tokens 4096" in output
     assert "--activation_checkpointing selective" in output
@@ -313,30 +266,34 @@ async def test_out_of_memory_names_the_flags_that_help_and_the_run_goes_on_with_
 async def test_sigterm_saves_and_the_same_command_goes_on(run: Run) -> None:
     await run.fill(finished=False)
     with run.start("--save_steps", "99") as process:
-        async with await run.open() as store:
-            deadline = time.monotonic() + 90
-            while len(await store.steps.find()) < 3 and time.monotonic() < deadline:
-                await store.wait_for_change("TrainStep", timeout=1.0)
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
+        await has_steps(run, 3)
+        process.signal(signal.SIGTERM)
+        code, output = process.wait(60)
+    assert code == 0, output
     assert (run.output / "checkpoint-000003" / "state.json").is_file()
     code, output = run.train("--max_steps", "3")
     assert code == 0, output
     assert len(await steps_of(run)) == 3
 
 
-async def test_data_that_are_trained_twice_rest_in_between_across_a_resume(
-    run: Run, mongo_uri: str, base: Path, tmp_path: Path
-) -> None:
+async def has_steps(run: Run, count: int) -> None:
+    """Wait until the run has so many steps."""
+    async with await run.open() as store, asyncio.timeout(90):
+        while len(await store.steps.find()) < count:
+            await store.wait_for_change("TrainStep", timeout=1.0)
+
+
+@pytest.mark.usefixtures("short_transactions")
+async def test_data_that_are_trained_twice_rest_in_between_across_a_resume(run: Run) -> None:
     twice = ("--max_trained_count", "2", "--retrained_interval", "2")
-    undisturbed = Run(f"{run.name}-whole", mongo_uri, base, tmp_path)
+    undisturbed = run.beside("whole")
     await undisturbed.fill()
     assert undisturbed.train(*twice)[0] == 0
     expected = told(await steps_of(undisturbed))
+    await undisturbed.drop()
 
     await run.fill()
-    code, output = run.train(*twice, program=("-c", KILLED_IN_STEP_4))
+    code, output = run.train(*twice, fault="kill_in_step_4")
     assert code == -signal.SIGKILL, output
     code, output = run.train(*twice)
     assert code == 0, output
@@ -352,68 +309,52 @@ async def test_data_that_are_trained_twice_rest_in_between_across_a_resume(
     assert {document["_id"]: document["trained_at_steps"] for document in documents} == trained_at
 
 
-async def test_a_second_trainer_is_refused(run: Run) -> None:
+async def test_a_second_trainer_is_refused_and_one_that_is_replaced_ends_and_says_so(run: Run) -> None:
     await run.fill(finished=False)
-    with run.start() as process:
-        async with await run.open() as store:
-            deadline = time.monotonic() + 90
-            while (await store.trainer_lease.read()).owner is None and time.monotonic() < deadline:
-                await store.wait_for_change("TrainStep", timeout=1.0)
+    with run.start("--lease_seconds", "3") as process:
+        await has_steps(run, 3)
         code, output = run.train()
         assert code == 1
         assert "this run has a trainer" in output
         assert str(process.pid) in output
-        process.send_signal(signal.SIGTERM)
-        first, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, first
-
-
-async def test_a_trainer_that_is_replaced_ends_and_says_so(run: Run) -> None:
-    await run.fill(finished=False)
-    with run.start("--lease_seconds", "3") as process:
         async with await run.open() as store:
-            deadline = time.monotonic() + 90
-            while len(await store.steps.find()) < 3 and time.monotonic() < deadline:
-                await store.wait_for_change("TrainStep", timeout=1.0)
             await store.database["TrainerLease"].update_one(
                 {"_id": "trainer"}, {"$set": {"owner": "another"}, "$inc": {"attempt": 1}}
             )
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
+        code, output = process.wait(60)
+    assert code == 1
     assert "has been replaced by another" in output
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.usefixtures("short_transactions")
 async def test_a_trainer_paused_past_its_lease_changes_nothing_when_it_goes_on(run: Run) -> None:
     await run.fill()
-    with run.start("--lease_seconds", "3", program=("-c", PAUSED_BEFORE_A_FOLDER_APPEARS)) as process:
-        try:
-            await paused_past_its_lease(run, process)
-            code, output = run.train("--learning_rate", "1e-3")
-            assert code == 0, output
-            left = await what_is_left(run)
-            process.send_signal(signal.SIGCONT)
-            output, _ = process.communicate(timeout=100)
-        finally:
-            process.kill()
-    assert process.returncode == 1, output
+    with run.start("--lease_seconds", "3", fault="pause") as process:
+        await paused_past_its_lease(run, process)
+        code, output = run.train("--learning_rate", "1e-3")
+        assert code == 0, output
+        left = await what_is_left(run)
+        process.signal(signal.SIGCONT)
+        code, output = process.wait(100)
+    assert code == 1, output
     assert "has been replaced by another" in output
     assert "Traceback" not in output
     assert {key: value for key, value in (await what_is_left(run)).items() if key in left} == left
 
 
-async def paused_past_its_lease(run: Run, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 90
+async def paused_past_its_lease(run: Run, process: Forked) -> None:
     status = Path(f"/proc/{process.pid}/status")
+
+    def is_paused() -> bool:
+        assert process.runs, process.output
+        return "T (stopped)" in status.read_text()
+
+    await until(is_paused, 90)
     async with await run.open() as store:
-        while "T (stopped)" not in await asyncio.to_thread(status.read_text):
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < deadline
-            await store.wait_for_change("TrainStep", timeout=0.2)
         expires = (await store.trainer_lease.read()).lease_expires_at
-        while expires is not None and datetime.now(UTC) <= expires:
-            assert time.monotonic() < deadline
-            await store.wait_for_change("TrainStep", timeout=0.2)
+    assert expires is not None
+    await until(lambda: datetime.now(UTC) > expires)
 
 
 async def what_is_left(run: Run) -> dict[str, Any]:
@@ -444,34 +385,20 @@ async def test_a_full_disk_pauses_training_until_there_is_space(run: Run, small_
     filler = small_disk / "filler"
     flags = ["--max_staleness", "1", "--staleness_policy", "decay", "--out_of_date_decay", "0.1"]
     with run.start("--output_dir", str(small_disk / "output"), *flags) as process:
-        try:
-            log = [await read_until(process, "training from step 0")]
-            await asyncio.to_thread(fill_disk, filler)
-            log.append(await read_until(process, "training pauses at step"))
-            async with await run.open() as store:
-                ahead = await store.steps.last()
-                newest = await store.policy_versions.latest()
-            assert ahead is not None
-            assert newest is not None
-            assert ahead.step == newest.step + 2
-            filler.unlink()
-            output, _ = await asyncio.to_thread(process.communicate, timeout=100)
-        finally:
-            process.kill()
-    assert process.returncode == 0, "".join([*log, output])
+        await until(lambda: "training from step 0" in process.output, 100)
+        await asyncio.to_thread(fill_disk, filler)
+        await until(lambda: "training pauses at step" in process.output, 100)
+        async with await run.open() as store:
+            ahead = await store.steps.last()
+            newest = await store.policy_versions.latest()
+        assert ahead is not None
+        assert newest is not None
+        assert ahead.step == newest.step + 2
+        filler.unlink()
+        code, output = await asyncio.to_thread(process.wait, 100)
+    assert code == 0, output
     async with await run.open() as store:
         assert [version.step for version in await store.policy_versions.all()][-1] == 3
-
-
-async def read_until(process: subprocess.Popen[str], text: str) -> str:
-    """What the process prints, up to the line that holds ``text``."""
-    lines: list[str] = []
-    assert process.stdout is not None
-    async with asyncio.timeout(100):
-        while not lines or text not in lines[-1]:
-            lines.append(await asyncio.to_thread(process.stdout.readline))
-            assert lines[-1], "".join(lines)
-    return "".join(lines)
 
 
 def fill_disk(file: Path) -> None:
@@ -498,12 +425,7 @@ async def test_a_run_that_trained_nothing_says_why_and_exits_with_an_error(run: 
         ]
         common["abandoned_because"] = "no spread in the group's scores"
         abandoned = [
-            Record(
-                id=f"{name}/0/1",
-                task=name,
-                status=RecordStatus.ABANDONED,
-                **common,
-            )
+            Record(id=f"{name}/0/1", task=name, status=RecordStatus.ABANDONED, **common)
             for name in GROUPS[4:]
         ]
         await store.database["Record"].insert_many([item.to_document() for item in [*failed, *abandoned]])
@@ -549,20 +471,14 @@ async def test_adapters_a_reference_and_several_updates_a_step(run: Run) -> None
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", [(), ("--cp_size", "2"), ("--pp_size", "2")], ids=["fsdp", "cp", "pp"])
 async def test_two_processes_train_as_one_does_and_one_goes_on_from_them(
-    run: Run, layout: tuple[str, ...]
+    run: Run, whole: Run, layout: tuple[str, ...]
 ) -> None:
     await run.fill()
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "agentrl.train")
-    code, output = run.launch("--max_steps", "2", *layout, program=torchrun)
+    code, output = run.launch("--max_steps", "2", *layout, program=TORCHRUN)
     assert code == 0, output
     code, output = run.train()
     assert code == 0, output
-    alone = Run(f"{run.name}_alone", run.uri, run.base, run.folder)
-    await alone.fill()
-    assert alone.train()[0] == 0
-    together, expected = told(await steps_of(run)), told(await steps_of(alone))
-    async with await alone.open() as store:
-        await store.database.client.drop_database(alone.name)
+    together, expected = told(await steps_of(run)), told(await steps_of(whole))
     assert [step[:2] for step in together] == [step[:2] for step in expected]
     assert [step[2] for step in together] == pytest.approx([step[2] for step in expected], rel=1e-4)
 
@@ -580,12 +496,11 @@ async def test_accelerate_starts_two_processes_that_train_adapters_as_one_does(r
     code, output = run.launch(*flags, program=ACCELERATE)
     assert code == 0, output
     assert "rank 1 of 2" in output
-    alone = Run(f"{run.name}_alone", run.uri, run.base, run.folder)
+    alone = run.beside("alone")
     await alone.fill()
     assert alone.train(*flags)[0] == 0
     together, expected = await steps_of(run), await steps_of(alone)
-    async with await alone.open() as store:
-        await store.database.client.drop_database(alone.name)
+    await alone.drop()
     assert [step.data for step in together] == [step.data for step in expected]
     for name in ("loss", "grad_norm", "kl_reference"):
         wanted = [step.metrics[name] for step in expected]

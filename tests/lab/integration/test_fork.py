@@ -136,6 +136,7 @@ async def refused(run: Run, child: Run) -> None:
         assert child.name not in await store.connection.client.list_database_names()
 
 
+@pytest.mark.usefixtures("short_transactions")
 async def test_a_refused_or_killed_fork_leaves_no_run(run: Run, child: Run) -> None:
     """A refusal writes nothing, and nobody can open what a kill left: the command begins anew."""
     await run.fill()

@@ -4,7 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,11 +18,10 @@ from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
 from agentrl.inference.session import EngineRouter
-from agentrl.local.mongod import EmbeddedMongo
-from agentrl.store.client import Store, open_store
+from agentrl.store.client import Store
 from agentrl.weights.folder import write_manifest
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240), pytest.mark.usefixtures("starts_warm")]
 
 LONG = SamplingParams(max_new_tokens=1500, extra={"ignore_eos": True})
 TRAINER = """
@@ -34,20 +33,11 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    server = EmbeddedMongo(tmp_path / "mongo")
-    server.up()
-    async with await open_store(RunConfig(run_name="turns", mongo_dir=str(tmp_path / "mongo"))) as store:
-        yield store
-    server.down()
-
-
 @contextmanager
-def serve(store: Store, folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def serve(run: RunConfig, folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """`agentrl serve --colocate true` of a tiny model."""
     words = [
-        *("serve", "--run_name", store.run_name, "--mongo_dir", str(folder / "mongo")),
+        *("serve", "--run_name", run.run_name, "--db_connection_string", str(run.db_connection_string)),
         *("--model_name_or_path", save_model(folder / "base", seed=1), "--output_dir", str(folder)),
         *("--log_dir", str(folder / "logs"), "--heartbeat_seconds", "0.2", "--max_total_tokens", "65536"),
         *("--colocate", "true"),
@@ -72,7 +62,7 @@ async def publish(store: Store, folder: Path, version: int) -> None:
     )
 
 
-async def test_engine_and_trainer_take_turns(store: Store, tmp_path: Path) -> None:
+async def test_engine_and_trainer_take_turns(store: Store, run_config: RunConfig, tmp_path: Path) -> None:
     async def found(condition: Callable[[InferenceService], bool]) -> InferenceService:
         async def holds() -> bool:
             engines.extend(await store.services.live(60.0))
@@ -85,7 +75,7 @@ async def test_engine_and_trainer_take_turns(store: Store, tmp_path: Path) -> No
     def ready(version: int) -> Callable[[InferenceService], bool]:
         return lambda service: (service.status, service.policy_version) == (ServiceStatus.READY, version)
 
-    with serve(store, tmp_path) as process:
+    with serve(run_config, tmp_path) as process:
         await found(ready(0))
         router = EngineRouter(lambda: store.services.live(60.0), wait_seconds=0.5, max_age=0.1)
         async with router.session("trajectory") as session:

@@ -1,7 +1,7 @@
 """The run scripts on a machine with GPUs: what each process that they start sees, and what they refuse.
 
-The GPUs are stubs: ``sitecustomize`` makes torch's answer up, and records the command and environment of each
-process instead of running it. The scripts, the launcher, its supervisor and torchrun are real.
+The GPUs are stubs (``stub_gpus``): torch's answer is made up, and the command and environment of each process
+are recorded instead of running it. The scripts, the launcher, its supervisor and torchrun are real.
 """
 
 from __future__ import annotations
@@ -20,50 +20,32 @@ from tiny_policy import write_tiny_policy
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[3]
-STUB = """
-import json, os, pathlib, sys, time
-
-words, records = sys.orig_argv, pathlib.Path(os.environ["STUB_RECORDS"])
-names = ["serve", "sample", "agentrl.train", "train", "eval"]
-name = next((name for name in names if name in words[1:5]), None)
-if "launch" in words[1:4]:
-    from agentrl.base import device_lease
-
-    device_lease.has_gpu = lambda: True
-elif any("get_device_properties" in word for word in words):
-    print(json.dumps([False, [["NVIDIA H100", 79 * 2**30]] * int(os.environ["STUB_GPUS"])]), flush=True)
-    os._exit(0)
-elif name is not None:
-    text = json.dumps({"name": name, "words": words, "environment": dict(os.environ)})
-    records.joinpath(f".{os.getpid()}").write_text(text)
-    records.joinpath(f".{os.getpid()}").rename(records / f"{os.getpid()}.json")
-    if name == "serve" and "7001" in words and not records.joinpath("crashed.json").exists():
-        records.joinpath("crashed.json").write_text("{}")
-        os._exit(1)
-    until = time.monotonic() + 60
-    while time.monotonic() < until and not (
-        "train" in name and len(list(records.glob("*.json"))) >= int(os.environ["STUB_PROCESSES"])
-    ):
-        time.sleep(0.1)
-    os._exit(0)
-"""
+STUB = ROOT / "tests" / "stub_gpus.py"
 
 
 class Machine:
     """A checkout with the real scripts, on a machine with GPUs that are stubs."""
 
-    def __init__(self, folder: Path) -> None:
-        self.root, self.records, self._stub = folder / "checkout", folder / "records", folder / "stub"
+    def __init__(self, folder: Path, warm_python: Path) -> None:
+        self.root, self.records, self._venv = folder / "checkout", folder / "records", folder / "venv"
+        self._warm = warm_python
         shutil.copytree(ROOT / "scripts", self.root / "scripts")
         (self.root / "scripts/setup.sh").write_text("true\n", encoding="utf-8")
         (self.root / "assets").symlink_to(ROOT / "assets")
-        for made in (self.records, self._stub):
-            made.mkdir()
-        (self._stub / "sitecustomize.py").write_text(STUB, encoding="utf-8")
+        self.records.mkdir()
+        (self._venv / "bin").mkdir(parents=True)
+        self._program("python", f"{sys.executable} -IS {STUB}")
+        self._program("accelerate", f"{self._venv}/bin/python -m accelerate.commands.accelerate_cli")
         self._model = write_tiny_policy(folder / "model")
         task = {"id": "t", "query": "Say hello.", "answer": "hello", "scorer": "exact"}
         self.tasks = folder / "tasks.jsonl"
         self.tasks.write_text(json.dumps(task), encoding="utf-8")
+
+    def _program(self, name: str, command: str) -> None:
+        """Make a program of the venv that is ``command``."""
+        file = self._venv / "bin" / name
+        file.write_text(f'#!/bin/sh\nexec {command} "$@"\n', encoding="utf-8")
+        file.chmod(0o755)
 
     def launch(
         self, script: str, *words: str, gpus: int, processes: int, **variables: str
@@ -77,11 +59,12 @@ class Machine:
             cwd=self.root, timeout=110, stdin=subprocess.DEVNULL, text=True, check=False,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env={
-                **inherited, "AGENTRL_VENV": sys.prefix, "HF_HUB_OFFLINE": "1", "SAMPLERS": "1",
-                "PYTHONPATH": os.pathsep.join([str(self._stub), os.environ.get("PYTHONPATH", "")]),
+                **inherited, "AGENTRL_VENV": str(self._venv), "HF_HUB_OFFLINE": "1", "SAMPLERS": "1",
+                "PYTHONPATH": os.pathsep.join([str(STUB.parent), os.environ.get("PYTHONPATH", "")]),
                 "MODEL_PATH": str(self._model), "TRAIN_FILE": str(self.tasks),
                 "MONGO_URI": "mongodb://127.0.0.1:9", "STUB_GPUS": str(gpus),
-                "STUB_RECORDS": str(self.records), "STUB_PROCESSES": str(processes), **variables,
+                "STUB_RECORDS": str(self.records), "STUB_PROCESSES": str(processes),
+                "STUB_PYTHON": str(self._venv / "bin" / "python"), "STUB_WARM": str(self._warm), **variables,
             },
         )  # fmt: skip
         return done.returncode, done.stdout
@@ -97,8 +80,8 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
+def machine(tmp_path: Path, warm_python: Path) -> Machine:
+    return Machine(tmp_path, warm_python)
 
 
 def test_engines_and_trainer_run_on_gpus_of_their_own_and_keep_them_when_restarted(machine: Machine) -> None:

@@ -7,22 +7,22 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from chat_models import KEEPS_ALL, write_model
+from served_engine import Served, serve_locally
 from test_sampling import task
 from tiny_policy import write_tiny_policy
 
 from agentrl.config.load import Configs, parse
 from agentrl.config.run import URI_VARIABLES
-from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
+from agentrl.config.schema import RunConfig
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, TaskFileError
-from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.commands import EngineProcess, engine_command, free_port
+from agentrl.inference.engines.commands import free_port
 from agentrl.local.cli.try_task import TryConfig
 from agentrl.local.mongod import EmbeddedMongo
 from agentrl.local.try_task import try_task
@@ -35,18 +35,13 @@ EXAMPLES = Path(__file__).parents[3] / "assets" / "examples"
 QUESTION = {"query": "What is\x1b]0;owned\x07 1+1?", "answer": "2", "scorer": "exact"}
 
 
-@pytest.fixture
-async def engine(tmp_path: Path) -> AsyncIterator[str]:
-    """The URL of a local engine with the tiny model in ``tmp_path / "model"``."""
-    config, port = EngineConfig(), free_port("127.0.0.1")
-    folder = str(write_tiny_policy(tmp_path / "model"))
-    process = EngineProcess(engine_command(folder, ModelConfig(), config, port), tmp_path / "engine.log")
-    try:
-        async with engine_client("local", f"http://127.0.0.1:{port}") as client:
-            await process.wait_ready(client, 100)
-            yield client.url
-    finally:
-        await process.stop()
+@pytest.fixture(scope="module")
+def engine(starts_warm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A local engine with the tiny model."""
+    with serve_locally(
+        write_tiny_policy(tmp_path_factory.mktemp("try") / "model"), max_total_tokens=8192
+    ) as engine:
+        yield engine
 
 
 def reverse_text(text: str) -> str:
@@ -85,12 +80,11 @@ async def test_the_embedded_server_is_started_where_no_server_is_named(
 
 
 async def test_a_task_is_tried_and_nothing_is_stored(
-    engine: str, store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: Served, store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = ("--model_name_or_path", str(tmp_path / "model"))
-    configs = flags(run_config, *model)
+    configs = flags(run_config, "--model_name_or_path", str(engine.folder))
     given = json.dumps(QUESTION)
-    assert await try_task(configs, given, line=None, engine_url=engine) == 0
+    assert await try_task(configs, given, line=None, engine_url=engine.url) == 0
     shown = capsys.readouterr().out
     assert "turn 1 ·" in shown
     whole, model_calls = re.findall(r"UTC · ([0-9.]+) s|model calls ([0-9.]+) s", shown)
@@ -105,16 +99,16 @@ async def test_a_task_is_tried_and_nothing_is_stored(
     unanswerable = {"id": "z", "query": "?", "scorer": "f1"}
     rows = (unscorable, {"id": "y", **QUESTION}, unanswerable)
     file.write_text("\n".join(map(json.dumps, rows)))
-    assert await try_task(configs, str(file), line=None, engine_url=engine) == 1
+    assert await try_task(configs, str(file), line=None, engine_url=engine.url) == 1
     assert "failed     scorer: " in capsys.readouterr().out
-    assert await try_task(configs, str(file), line=2, engine_url=engine) == 0
+    assert await try_task(configs, str(file), line=2, engine_url=engine.url) == 0
     assert "task try/0/y" in capsys.readouterr().out
     with pytest.raises(TaskFileError, match="scorer f1 compares with an answer, and the task has none"):
-        await try_task(configs, str(file), line=3, engine_url=engine)
+        await try_task(configs, str(file), line=3, engine_url=engine.url)
     with pytest.raises(TaskFileError, match="no task begins on line 9"):
-        await try_task(configs, str(file), line=9, engine_url=engine)
+        await try_task(configs, str(file), line=9, engine_url=engine.url)
 
-    service = InferenceService(id="e", url=engine, engine="local", model="tiny", host="h", pid=1)
+    service = InferenceService(id="e", url=engine.url, engine="local", model="tiny", host="h", pid=1)
     await store.services.register(service)
     await store.services.beat("e", status=ServiceStatus.READY, policy_version=0, running_requests=0)
     await store.tasks.load([task("a")])
@@ -129,17 +123,16 @@ async def test_a_task_is_tried_and_nothing_is_stored(
 
 
 async def test_an_agent_that_is_a_client_gets_a_gateway_for_the_trial(
-    engine: str,
+    engine: Served,
     store: Store,
     run_config: RunConfig,
-    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES / "openai_loop"))
-    words = ("--model_name_or_path", str(tmp_path / "model"), "--agent_name", "openai_loop:openai_loop")
+    words = ("--model_name_or_path", str(engine.folder), "--agent_name", "openai_loop:openai_loop")
     configs = flags(run_config, *words)
-    assert await try_task(configs, json.dumps(QUESTION), line=None, engine_url=engine) == 0
+    assert await try_task(configs, json.dumps(QUESTION), line=None, engine_url=engine.url) == 0
     shown = capsys.readouterr().out
     assert "turn 1 ·" in shown
     assert "SCORED  score 0.000" in shown
@@ -151,14 +144,14 @@ async def test_an_agent_that_is_a_client_gets_a_gateway_for_the_trial(
 
 
 async def test_the_error_of_a_harness_is_its_own_and_told_at_once(
-    engine: str, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: Served, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     harness = tmp_path / "harness.yml"
     harness.write_text("{command: 'echo no such option >&2; exit 3', isolation: limits}")
-    words = ("--model_name_or_path", str(tmp_path / "model"), "--agent_name", "command")
+    words = ("--model_name_or_path", str(engine.folder), "--agent_name", "command")
     configs = flags(run_config, *words, "--agent_cfg_path", str(harness))
     began = time.monotonic()
-    assert await try_task(configs, json.dumps(QUESTION), line=None, engine_url=engine) == 1
+    assert await try_task(configs, json.dumps(QUESTION), line=None, engine_url=engine.url) == 1
     assert time.monotonic() - began < RETURN_SECONDS
     shown = " ".join(capsys.readouterr().out.split())
     assert "failed harness: the harness ended with exit code 3" in shown

@@ -25,9 +25,12 @@ from agentrl.worlds.sandbox.local import namespace_problem
 
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.usefixtures("starts_warm"),
     pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="no /usr/bin/python3"),
 ]
 
+REAL = sys.executable
+"""The real Python, before a test starts warm."""
 NOTES = """
 import json, os, socket, sys
 kept = []
@@ -190,8 +193,9 @@ async def test_only_who_has_the_token_is_served(start: Callable[..., str], folde
     ],
 )
 async def test_a_server_in_a_sandbox_reaches_its_own_folder_only(
-    start: Callable[..., str], folder: Path, isolation: str
+    start: Callable[..., str], folder: Path, isolation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "executable", REAL)  # a sandbox shows the program no other one
     secret = folder / "secret"
     secret.write_text("hidden")
     sandbox = {"isolation": isolation, "visible": [str(folder / "notes.py")]}

@@ -1,3 +1,5 @@
+"""The programs of this folder, each in several processes that torchrun starts."""
+
 from __future__ import annotations
 
 import os
@@ -7,9 +9,16 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240), pytest.mark.usefixtures("starts_warm")]
+
 FOLDER = Path(__file__).parent
 LAYOUTS = {2: ["fsdp2", "fsdp2_gspo", "tp2", "cp2", "ep2", "pp2_tied"], 4: ["dp_replicate2×fsdp2"]}
 """By the number of processes; ``scripts/test_distributed.sh`` runs all."""
+LOADED = {
+    2: ["fsdp2", "fsdp2_lora_bf16", "tp2_tied", "ep2", "pp2_tied"],
+    4: ["fsdp2×tp2", "ep2×fsdp2", "pp2×fsdp2"],
+}
+"""The same of ``loading.py``; its other layouts are run by hand."""
 
 
 def run_together(world: int, program: str, *arguments: str) -> str:
@@ -26,29 +35,37 @@ def run_together(world: int, program: str, *arguments: str) -> str:
     return finished.stdout
 
 
-@pytest.mark.integration
-@pytest.mark.timeout(240)
+def good(told: str) -> list[str]:
+    """The layouts that ``told`` calls ok."""
+    return [line.split()[0] for line in told.splitlines() if line.endswith("  ok")]
+
+
 @pytest.mark.parametrize(("world", "products"), [(2, "float32"), (2, "bfloat16"), (4, "float32")])
 def test_layouts_train_like_one_process_and_resume_in_another(
     world: int, products: str, tmp_path: Path
 ) -> None:
-    told = run_together(
-        world, "layouts.py", *LAYOUTS[world], "--products", products, "--folder", str(tmp_path)
-    )
-    assert [line.split()[0] for line in told.splitlines() if line.endswith("  ok")] == LAYOUTS[world]
+    more = ("--products", products, "--folder", str(tmp_path))
+    assert good(run_together(world, "layouts.py", *LAYOUTS[world], *more)) == LAYOUTS[world]
 
 
-@pytest.mark.integration
-@pytest.mark.timeout(240)
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_read_their_shards_alone_and_train_as_if_loaded_whole(world: int, tmp_path: Path) -> None:
+    told = run_together(world, "loading.py", *LOADED[world], "--folder", str(tmp_path))
+    assert good(told) == LOADED[world]
+
+
 def test_gradients_are_reduced_once_a_step_and_an_aborted_step_leaves_none() -> None:
     told = run_together(2, "accumulation.py")
     assert "last: " in told
     assert "every: " in told
 
 
-@pytest.mark.integration
-@pytest.mark.timeout(240)
 def test_one_file_of_weights_is_in_memory_and_a_full_disk_leaves_the_processes_in_step(
     tmp_path: Path,
 ) -> None:
     assert "after a failure" in run_together(2, "publishing.py", "--folder", str(tmp_path))
+
+
+def test_sharded_experts_compute_what_whole_ones_do() -> None:
+    told = run_together(2, "sharded_experts.py")
+    assert told.count("ok\n") == 18, told
