@@ -1,12 +1,16 @@
-"""Train the trajectories that the test of an example sampled, by a real trainer in a process of its own."""
+"""Train the trajectories that the test of an example sampled, by a real trainer in a process of its own.
+
+Such a test has ``starts_warm``: the trainer starts in 0.1 s.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-from forked import run_forked
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import StepStatus
@@ -17,13 +21,14 @@ async def train_steps(
     store: Store, run: RunConfig, flags: Sequence[str], model: Path, *, steps: int = 2
 ) -> None:
     """Run ``agentrl train`` with an example's ``flags``; it must end with this number of committed steps."""
-    words = [
-        *flags, "--model_name_or_path", str(model), "--db_connection_string", str(run.db_connection_string),
-        "--output_dir", str(run.output_dir), "--log_dir", run.log_dir,
+    command = [
+        sys.executable, "-m", "agentrl.train", *flags, "--model_name_or_path", str(model),
+        "--db_connection_string", str(run.db_connection_string), "--output_dir", str(run.output_dir),
+        "--log_dir", run.log_dir,
     ]  # fmt: skip
-    log = Path(run.log_dir).with_suffix(".train")
-    code, output = await asyncio.to_thread(
-        run_forked, ("-m", "agentrl.train"), words, log, 200, CUDA_VISIBLE_DEVICES=""
-    )
-    assert code == 0, output[-3000:]
+    ended = await asyncio.to_thread(
+        subprocess.run, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout[-3000:]
     assert len(await store.steps.find(status=StepStatus.COMMITTED)) == steps

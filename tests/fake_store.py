@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from agentrl.base.processes import ProcessIdentity
 from agentrl.documents.base import now
-from agentrl.documents.run import InferenceService, PolicyVersion, ProcessIdentity, SavedCheckpoint
+from agentrl.documents.run import InferenceService, PolicyVersion, SavedCheckpoint
 from agentrl.documents.status import DataStatus, StepStatus, TrainerEnd, VersionStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TokenStatistics, TrainStep

@@ -13,44 +13,10 @@ from pathlib import Path
 from agentrl.worlds.sandbox.local import namespace_problem
 
 PROGRAMS = (
-    *(
-        "sh",
-        "bash",
-        "cat",
-        "chmod",
-        "cp",
-        "dd",
-        "echo",
-        "env",
-        "grep",
-        "head",
-        "hostname",
-        "id",
-        "kill",
-        "ln",
-    ),
-    *(
-        "ls",
-        "mkdir",
-        "mv",
-        "rm",
-        "sed",
-        "sleep",
-        "sort",
-        "stat",
-        "tail",
-        "tar",
-        "test",
-        "touch",
-        "true",
-        "wc",
-        "yes",
-        "tr",
-        "truncate",
-        "seq",
-        "readlink",
-    ),
-)
+    "sh", "bash", "cat", "chmod", "cp", "dd", "echo", "env", "grep", "head", "hostname", "id", "kill", "ln",
+    "ls", "mkdir", "mv", "rm", "sed", "sleep", "sort", "stat", "tail", "tar", "test", "touch", "true", "wc",
+    "yes", "tr", "truncate", "seq", "readlink",
+)  # fmt: skip
 
 
 def rootfs_problem() -> str | None:
@@ -94,8 +60,7 @@ def rootfs_with_python() -> Path:
         folder / "root", "python3", "git", "setsid", "mkfifo", "cmp", "find", "basename", "dirname", "nohup"
     )
     for library in Path("/usr/lib").glob("python3.*"):
-        unwanted = shutil.ignore_patterns(
-            "test", "__pycache__", "idlelib", "lib2to3", "config-*", "dist-packages"
-        )
+        # With what Python has compiled: it starts in a fifth of the time.
+        unwanted = shutil.ignore_patterns("test", "idlelib", "lib2to3", "config-*", "dist-packages")
         shutil.copytree(library, folder / "root" / str(library)[1:], symlinks=True, ignore=unwanted)
     return folder / "root"

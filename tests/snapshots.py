@@ -21,8 +21,9 @@ from agentrl.documents.record import Record
 from agentrl.documents.run import InferenceService, TrainerLease
 from agentrl.documents.status import RecordStatus, ServiceStatus, StepStatus, StopReason
 from agentrl.screens.snapshot import RunSnapshot
-from agentrl.screens.views.counts import Disk, Rates
+from agentrl.screens.views.counts import Rates
 from agentrl.screens.views.pipelines import EngineRow, StepRow, TrajectoryRow
+from agentrl.store.runs import Disk
 from agentrl.store.services import Liveness
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)

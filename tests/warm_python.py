@@ -1,11 +1,12 @@
 """A ``python`` for commands of tests that has imported torch and agentrl already: it starts in 0.1 s.
 
-A server process imports once and forks itself for each ``python -m MODULE`` and ``python FILE.py``. A program
-still has a process, a session, an environment and a folder of its own, and starts others by
-``sys.executable``, the same ``python``. It may be signalled and killed as usual: the starter passes signals
-on, and the program ends with it. All other command lines run the real Python.
+It is the python of a venv whose start-up asks a server process, which imports once and forks itself, for each
+``python -m MODULE`` and ``python FILE.py``. A program still has a process, a session, an environment and a
+folder of its own, and starts others by ``sys.executable``, the same ``python``. It may be signalled and killed
+as usual: the starter passes signals on, and the program ends with it. All other command lines run the real
+Python, and ``python -S``, as sandboxes start it, knows nothing of the server. Beside it lies ``accelerate``.
 
-    python tests/warm_python.py SOCKET PYTHON     # the server; PYTHON is the starter's file
+    python tests/warm_python.py SOCKET PYTHON     # the server; PYTHON is the venv's
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import warnings
@@ -34,35 +36,41 @@ _IMPORTED = (
     "agentrl.cli.main", "agentrl.local.processes", "agentrl.train.start", "agentrl.train.sft",
     "agentrl.lab.whatif_run", "agentrl.lab.blame", "agentrl.evaluation.evaluate",
     "agentrl.rollout.setup", "agentrl.teaching.teach", "agentrl.inference.serve",
-    "agentrl.local.engine.server",
     "agentrl.local.engine.server", "transformers.models.qwen3.modeling_qwen3",
+    "torch.distributed.run", "accelerate.commands.launch", "mcp.server.mcpserver", "uvicorn",
 )  # fmt: skip
 _READY_SECONDS = 120.0
 _FIRST_FREE = 200
 """Received file descriptors wait above those that a program may have."""
-_STARTER = """#!{python} -IS
-import json, os, signal, socket, sys
-first = "".join(sys.argv[1:2])
-if first != "-m" and not first.endswith(".py"):
-    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-fds = []
-for fd in map(int, os.listdir("/proc/self/fd")):
-    try:
-        fds += [fd] * os.get_inheritable(fd)
-    except OSError:
-        pass  # that of the listing
-link = socket.socket(socket.AF_UNIX)
-link.connect({socket!r})
-request = {{"argv": sys.argv, "cwd": os.getcwd(), "environ": dict(os.environ), "fds": fds}}
-socket.send_fds(link, [b"."], fds)
-link.sendall(json.dumps(request).encode() + b"\\n")
-for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, lambda number, frame: link.send(bytes([number])))
-code = int(link.makefile().readline() or 1)
-if code < 0:
-    signal.signal(-code, signal.SIG_DFL)
-    os.kill(os.getpid(), -code)
-os._exit(code)
+_STARTER = """
+import sys
+words = sys.orig_argv[1:]
+if words[:1] == ["-u"]:  # as torchrun starts its workers
+    del words[0]
+first = "".join(words[:1])
+if first == "-m" or first.endswith(".py"):
+    import json, os, signal, socket
+    fds = []
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            fds += [fd] * os.get_inheritable(fd)
+        except OSError:
+            pass  # that of the listing
+    link = socket.socket(socket.AF_UNIX)
+    link.connect({socket!r})
+    request = {{"argv": words, "cwd": os.getcwd(), "environ": dict(os.environ), "fds": fds}}
+    socket.send_fds(link, [b"."], fds)
+    link.sendall(json.dumps(request).encode() + b"\\n")
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: link.send(bytes([number])))
+    code = int(link.makefile().readline() or 1)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+"""
+_ACCELERATE = """#!/bin/sh
+exec {python} -m accelerate.commands.accelerate_cli "$@"
 """
 
 
@@ -73,7 +81,6 @@ def warm_server(folder: Path, **variables: str) -> Iterator[Path]:
     ``variables`` are added to the server's environment.
     """
     starter, path = folder / "bin" / "python", folder / "socket"
-    starter.parent.mkdir()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0", **variables}
     server = subprocess.Popen(
         [sys.executable, __file__, str(path), str(starter)], env=environment, stdin=subprocess.PIPE
@@ -98,10 +105,7 @@ def _serve(path: str, starter: str) -> dict[str, Any]:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(64)
-    partial = Path(f"{starter}.partial")
-    partial.write_text(_STARTER.format(python=sys.executable, socket=path), encoding="utf-8")
-    partial.chmod(0o755)
-    partial.rename(starter)
+    _make_venv(Path(starter), path)
     sys.executable = starter
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the watchers
@@ -113,6 +117,22 @@ def _serve(path: str, starter: str) -> dict[str, Any]:
             return _watch(link)
         link.close()
     os._exit(0)
+
+
+def _make_venv(starter: Path, path: str) -> None:
+    """Make the venv of ``starter``, which finds the packages of this one; ``starter`` comes last."""
+    folder = starter.parents[1]
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "installed_base": str(folder)}))
+    packages.mkdir(parents=True)
+    (packages / "starter.py").write_text(_STARTER.format(socket=path), encoding="utf-8")
+    others = f"import starter, site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    (packages / "starter.pth").write_text(others, encoding="utf-8")
+    (folder / "pyvenv.cfg").write_text(f"home = {sys.base_prefix}/bin\n", encoding="utf-8")
+    starter.parent.mkdir()
+    accelerate = starter.with_name("accelerate")
+    accelerate.write_text(_ACCELERATE.format(python=starter), encoding="utf-8")
+    accelerate.chmod(0o755)
+    starter.symlink_to(Path(sys.executable).resolve())
 
 
 def _watch(link: socket.socket) -> dict[str, Any]:
@@ -150,7 +170,7 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environ"])
     more = os.environ.get("PYTHONPATH", "")
-    sys.argv = request["argv"][1:]
+    sys.argv = request["argv"]
     is_file = sys.argv[0] != "-m"
     folder = str(Path(sys.argv[0]).resolve().parent) if is_file else request["cwd"]
     sys.path[:1] = [folder, *(more.split(os.pathsep) if more else [])]

@@ -33,8 +33,8 @@ from harness import bench_parser
 from learning_cases import CASES, Case, corpus, quick_case
 
 from agentrl.config.schema import RunConfig
+from agentrl.observe.plotting import COLORS, finish, label_steps, new_figure, save_figure
 from agentrl.scoring.evaluation import Difference, EvaluatedTask, difference
-from agentrl.screens.plotting import COLORS, finish, label_steps, new_figure, save_figure
 from agentrl.store.client import Store, open_store
 
 SIGNIFICANT = 0.01

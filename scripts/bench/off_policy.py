@@ -229,7 +229,7 @@ def print_table(results: Mapping[tuple[str, int], Sequence[Run]]) -> None:
 
 def plot(results: Mapping[tuple[str, int], Sequence[Run]], out: Path) -> None:
     """Plot the reward over the steps, one panel per staleness. Faint lines are single seeds."""
-    from agentrl.screens.plotting import finish, new_figure, save_figure
+    from agentrl.observe.plotting import finish, new_figure, save_figure
 
     figure = new_figure(10.0, 3.6)
     panels = figure.subplots(1, len(STALENESS), sharey=True)

@@ -34,7 +34,6 @@ from rich.table import Table
 from time_to_reward_trl import SETTINGS
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents.status import StepStatus
 from agentrl.local.mongod import EmbeddedMongo
 from agentrl.local.processes import demo_model
 from agentrl.store.client import open_existing
@@ -105,11 +104,11 @@ def run_agentrl(seed: int, steps: int, environment: Mapping[str, str], *flags: s
 
 async def _committed(run: RunConfig) -> list[tuple[int, float, float]]:
     async with await open_existing(run) as store:
-        rows = await store.views.steps(status=StepStatus.COMMITTED)
+        steps = await store.steps.find()
     return [
-        (row.step, row.reward, row.committed_at.timestamp())
-        for row in rows
-        if row.reward is not None and row.committed_at is not None
+        (step.step, step.metrics["reward"], step.committed_at.timestamp())
+        for step in steps
+        if "reward" in step.metrics and step.committed_at is not None
     ]
 
 
@@ -230,7 +229,7 @@ def ratios(runs: Sequence[Run], level: float) -> dict[str, float]:
 
 def plot(runs: Sequence[Run], out: Path) -> None:
     """Draw reward over seconds."""
-    from agentrl.screens.plotting import COLORS, finish, new_figure, save_figure
+    from agentrl.observe.plotting import COLORS, finish, new_figure, save_figure
 
     figure = new_figure(8.0, 4.2)
     axes = figure.subplots()

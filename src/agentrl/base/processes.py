@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from agentrl.documents.run import ProcessIdentity
 from agentrl.errors import AgentRLError, ConfigError
 
 _PR_SET_PDEATHSIG = 1
@@ -254,6 +253,19 @@ def process_tree(pids: Collection[int], marker: str) -> set[int]:
             tree.add(pid)
             running += children.get(pid, ())
     return tree - {os.getpid()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessIdentity:
+    """Identifies one process for all time: a host name and a pid alone are reused."""
+
+    boot_id: str
+    """Boot id of its kernel."""
+    pid_namespace: str
+    """Namespace of ``pid``."""
+    pid: int
+    started: int
+    """Clock ticks from the boot to its start, which differ from those of a later process with this pid."""
 
 
 def identify(pid: int) -> ProcessIdentity | None:

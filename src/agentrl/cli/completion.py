@@ -126,7 +126,7 @@ def _from_database(read: Callable[[argparse.Namespace], Coroutine[Any, Any, list
 @_from_database
 async def _runs(words: argparse.Namespace) -> list[str]:
     """Return the names of the runs on the server that the words so far name."""
-    from agentrl.screens.views.runs import Runs, connect_server
+    from agentrl.store.runs import Runs, connect_server
 
     connection = await connect_server(_run_config(words))
     try:
@@ -138,11 +138,11 @@ async def _runs(words: argparse.Namespace) -> list[str]:
 @_from_database
 async def _metrics(words: argparse.Namespace) -> list[str]:
     """Return the names of the metrics of the run that the words so far name."""
-    from agentrl.screens.plotting import metric_names
+    from agentrl.observe.plotting import metric_names
     from agentrl.store.client import open_existing
 
     async with await open_existing(_run_config(words)) as store:
-        return metric_names(await store.views.steps(last=3))
+        return metric_names(await store.steps.metrics(last=3))
 
 
 def _run_config(words: argparse.Namespace) -> RunConfig:

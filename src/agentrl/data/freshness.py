@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from agentrl.config.load import Configs
+from agentrl.config.schema import LossConfig, SamplingConfig, TrainConfig
 from agentrl.documents.model_call import SamplingMask, pack_floats, unpack_floats
 from agentrl.documents.record import TokenColumns
 from agentrl.documents.training import DBRecordData, TrainableSpan
@@ -72,6 +74,16 @@ class Freshness:
             for span, steps in zip(data.spans, beyond, strict=True)
         )
         return replace(data, spans=tuple(spans))
+
+
+def freshness_of(configs: Configs) -> Freshness:
+    """Return how a trainer with these flags treats old tokens."""
+    sampling = configs[SamplingConfig]
+    return Freshness(
+        max_staleness=0 if sampling.sync_sampling else sampling.max_staleness,
+        policy=configs[TrainConfig].staleness_policy,
+        decay=configs[LossConfig].out_of_date_decay,
+    )
 
 
 def _masked(data: DBRecordData, beyond: Sequence[int]) -> DBRecordData:

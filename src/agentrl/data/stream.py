@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from agentrl.base.concurrency import end_tasks
+from agentrl.base.registry import Registry
 from agentrl.data.freshness import Freshness, VersionSteps, choose_groups, weigh
 from agentrl.documents.images import Image
 from agentrl.documents.status import DataStatus
@@ -18,7 +19,9 @@ from agentrl.errors import TrainingError
 from agentrl.store.training_data import StaleVersions
 
 if TYPE_CHECKING:
+    from agentrl.config.load import Configs
     from agentrl.data.finalize_group import Verify
+    from agentrl.documents.run import Relative
     from agentrl.store.client import Store
 
 
@@ -56,10 +59,14 @@ class Window:
 
 
 class StepSource(Protocol):
-    """``data.stream.DataStream`` or ``data.recorded.RecordedStream``."""
+    """What a trainer takes its data from: the live stream of its run, or one of ``STEP_SOURCES``."""
 
     end: str
     """What is true at the end of the data, as the log says it."""
+
+    @property
+    def max_staleness(self) -> int:
+        """The most steps that training may be ahead of the published weights; sampling waits beyond it."""
 
     def prefetch(self, step: int) -> None:
         """Start to wait for the data of ``step``."""
@@ -81,6 +88,28 @@ class StepSource(Protocol):
 
     async def report(self, step: int, batch: StepData, window: Window) -> dict[str, Any]:
         """Return what ``step`` reports of sampling and of its source."""
+
+
+class OpenSource(Protocol):
+    """Opens what a child trains of its ``parent``, behind its own ``train_steps`` (``_id``), under its flags.
+
+    ``lead_in`` is the last step of the parent to train, where these flags are the parent's own.
+    """
+
+    async def __call__(
+        self,
+        store: Store,
+        parent: Relative,
+        configs: Configs,
+        train_steps: Sequence[str],
+        lead_in: int | None,
+    ) -> StepSource: ...
+
+
+STEP_SOURCES: Registry[OpenSource] = Registry(
+    "step source", group="agentrl.step_sources", built_in=("agentrl.lab.recorded",)
+)
+"""By the kinship of a run to its parent, for those that do not train what they sample."""
 
 
 async def images_of(store: Store, data: Sequence[DBRecordData]) -> Mapping[str, Image]:
@@ -205,6 +234,11 @@ class DataStream:
         self._quarantined = 0
         self._unusable_groups = 0
         """Consecutive groups without trainable data."""
+
+    @property
+    def max_staleness(self) -> int:
+        """The largest age of the tokens of fresh data, in optimizer steps."""
+        return self._settings.freshness.max_staleness
 
     def prefetch(self, step: int) -> None:
         """Start to wait for the data of ``step``."""

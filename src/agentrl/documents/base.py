@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from types import UnionType
-from typing import Any, Self, TypeGuard, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Self, TypeGuard, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from agentrl.errors import StoreError
 
@@ -57,10 +57,8 @@ class Document:
     """Mix-in for frozen dataclasses. A field ``id`` of a ``Root`` is stored as ``_id``."""
 
     def to_document(self) -> dict[str, Any]:
-        """Return the fields in declared order, with nested documents and enums converted by ``plain``."""
-        return {
-            stored: plain(getattr(self, name)) for name, stored, _ in _fields(cast("Hashable", type(self)))
-        }
+        """Return the fields in declared order, with nested dataclasses and enums converted by ``plain``."""
+        return _written(self)
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
@@ -69,19 +67,32 @@ class Document:
         Raises StoreError for a missing field, and for one that cannot be decoded: an import may hold
         documents that the schema refuses.
         """
-        values = {}
-        try:
-            for name, stored, decode in _fields(cast("Hashable", cls)):
-                if stored in document:
-                    value = document[stored]
-                    values[name] = value if decode is None or value is None else decode(value)
-            return cls(**values)
-        except (AttributeError, TypeError, ValueError) as error:
-            raise StoreError(f"a {cls.__name__} document is damaged or incomplete: {error}") from error
+        return _read(cls, document)
 
 
 class Root(Document):
     """A document with its own collection; subclasses declare ``id``, which is stored as ``_id``."""
+
+
+D = TypeVar("D")
+
+
+def _written(value: object) -> dict[str, Any]:
+    """Return the fields of a dataclass as they are stored."""
+    return {stored: plain(getattr(value, name)) for name, stored, _ in _fields(cast("Hashable", type(value)))}
+
+
+def _read(cls: type[D], document: Mapping[str, Any]) -> D:
+    """Return the dataclass ``cls`` of its stored fields. Raises StoreError."""
+    values = {}
+    try:
+        for name, stored, decode in _fields(cast("Hashable", cls)):
+            if stored in document:
+                value = document[stored]
+                values[name] = value if decode is None or value is None else decode(value)
+        return cls(**values)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise StoreError(f"a {cls.__name__} document is damaged or incomplete: {error}") from error
 
 
 Decode = Callable[[Any], Any]
@@ -103,7 +114,7 @@ def _fields(cls: Any) -> tuple[tuple[str, str, Decode | None], ...]:
 
 
 def plain(value: Any) -> Any:
-    """Return the value with documents and enums converted for BSON, also in lists and mappings."""
+    """Return the value with dataclasses and enums converted for BSON, also in lists and mappings."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Document):
@@ -114,6 +125,8 @@ def plain(value: Any) -> Any:
         return value.value
     if isinstance(value, (dict, Mapping)):
         return {key: plain(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value):  # of a package below the documents
+        return _written(value)
     return value
 
 
@@ -130,8 +143,8 @@ def _decoder(hint: Any) -> Decode | None:
     if origin is dict:
         return _mapping
     if isinstance(hint, type):
-        if issubclass(hint, Document):
-            return hint.from_document
+        if dataclasses.is_dataclass(hint):
+            return partial(_read, hint)
         if issubclass(hint, Enum):
             return hint
         if hint is datetime:

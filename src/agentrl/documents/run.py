@@ -10,6 +10,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, Final, Literal
 
+from agentrl.base.processes import ProcessIdentity
 from agentrl.documents.base import Document, Root, now
 from agentrl.documents.status import EpochStatus, EvaluationStatus, ServiceStatus, TrainerEnd, VersionStatus
 
@@ -153,19 +154,6 @@ FLAGS: Final = ("sample", "train", "serve", "gateway")
 WeightEncoding = Literal["full", "delta", "adapter"]
 LiveKind = Literal["tensor", "distributed"]
 _FLAGS_PREFIX: Final = "flags/"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessIdentity(Document):
-    """Identifies one process for all time: a host name and a pid alone are reused."""
-
-    boot_id: str
-    """Boot id of its kernel."""
-    pid_namespace: str
-    """Namespace of ``pid``."""
-    pid: int
-    started: int
-    """Clock ticks from the boot to its start, which differ from those of a later process with this pid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

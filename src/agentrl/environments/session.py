@@ -15,7 +15,7 @@ from agentrl.base.permissions import require_allowed
 from agentrl.base.process_pool import run_in_process
 from agentrl.base.user_code import contain_call, describe
 from agentrl.documents.base import is_score, replace_surrogates, sanitize_bson
-from agentrl.documents.task import Task, scorer_weights
+from agentrl.documents.task import Task
 from agentrl.documents.task_file import names_in_fields
 from agentrl.environments.base import ENVIRONMENTS, Environment, Observation
 from agentrl.errors import (
@@ -27,10 +27,9 @@ from agentrl.errors import (
     ScorerError,
     TaskEnvironmentError,
 )
-from agentrl.scoring.scorers import Result, ScorerContext, scorer
+from agentrl.scoring.scorers import Result, ScorerContext, names_in_answer, scorer
 from agentrl.tools.base import Reply, Schema, contain_within, reply_within, run_function, schema_name
 from agentrl.tools.python import PythonSession, Toolset
-from agentrl.worlds.code import names_in_answer
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +51,7 @@ def open_environment(task: Task, *, call_timeout: float) -> EnvironmentSession |
 
 def names_of(task: Task) -> frozenset[str]:
     """Return the code and files that a task names outside its ``meta``, as ``permissions`` writes them."""
-    is_program = "code" in scorer_weights(task.scorer)
-    return names_in_fields(task) | frozenset(names_in_answer(task.answer) if is_program else ())
+    return names_in_fields(task) | names_in_answer(task)
 
 
 def environment_names(task: Task) -> frozenset[str]:

@@ -13,6 +13,7 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import AgentConfig, RunConfig
 from agentrl.documents.run import Evaluation
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.observe.plotting import COLORS, finish, label_steps, new_figure, save_figure
 from agentrl.observe.terminal import MISSING, clean, excerpt, fixed, print_json
 from agentrl.scoring.evaluation import (
     Comparison,
@@ -24,7 +25,6 @@ from agentrl.scoring.evaluation import (
     summarize,
     summarize_groups,
 )
-from agentrl.screens.plotting import COLORS, finish, label_steps, new_figure, save_figure
 from agentrl.store.client import open_existing
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from rich.console import Console, Group
 from agentrl.config.agreement import public_flags
 from agentrl.config.load import Configs
 from agentrl.config.schema import AdapterConfig, GroupConfig, ModelConfig, RunConfig, TrainConfig
-from agentrl.data.freshness import VersionSteps, weigh
+from agentrl.data.freshness import VersionSteps, freshness_of, weigh
 from agentrl.data.planner import packing_problem
 from agentrl.data.stream import images_of
 from agentrl.data.trajectory_tree import to_training_data
@@ -39,7 +39,6 @@ from agentrl.store.client import open_existing
 from agentrl.store.records import RecordOrigin
 from agentrl.train import checkpoint
 from agentrl.train.build import build_trainer
-from agentrl.train.source import freshness_of
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import architecture, base_folder
 from agentrl.weights.local_copy import LocalCopy, weights_dir

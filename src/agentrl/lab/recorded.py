@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agentrl.base.concurrency import end_tasks
+from agentrl.config.load import Configs
+from agentrl.config.schema import SamplingConfig, TrainConfig
 from agentrl.data.finalize_group import verifier
-from agentrl.data.freshness import Freshness, VersionSteps, weigh
-from agentrl.data.stream import StepData, Window, images_of, trajectory_means
+from agentrl.data.freshness import Freshness, VersionSteps, freshness_of, weigh
+from agentrl.data.stream import STEP_SOURCES, StepData, Window, images_of, trajectory_means
 from agentrl.documents.images import Image
 from agentrl.documents.run import Relative
 from agentrl.documents.task import record_task
@@ -63,6 +66,9 @@ class RecordedStream:
 
     A step whose groups have no trainable data left is passed over, and the next one is trained in its place.
     """
+
+    max_staleness = sys.maxsize
+    """Nothing samples these data, so nothing waits for newer weights."""
 
     def __init__(
         self, source: Store, steps: Sequence[TrainStep], settings: RecordedSettings, *, last: int
@@ -204,30 +210,31 @@ async def _holder(source: Store, step: TrainStep) -> Store:
     return source
 
 
+@STEP_SOURCES.register("whatif")
 async def open_recorded(
-    store: Store,
-    relative: Relative,
-    settings: RecordedSettings,
-    train_steps: Sequence[str],
-    lead_in: int | None = None,
+    store: Store, parent: Relative, configs: Configs, train_steps: Sequence[str], lead_in: int | None
 ) -> RecordedStream:
     """Return the stream of the parent's steps that a what-if has still to train.
 
     ``train_steps`` are the ``_id`` of the steps in its weights. ``lead_in`` is the last step before its own
     flags hold, where only the steps up to it are to be trained.
     """
-    source = store.beside(relative.run)
+    source = store.beside(parent.run)
     own = {step.id: step.recorded.step for step in await store.steps.find() if step.recorded is not None}
     done = {own[id] for id in train_steps if id in own}
-    last = relative.steps[-1] if lead_in is None else lead_in
-    steps = [step for step in await source.steps.find(after=relative.step) if step.step <= last]
-    ordered = order_steps(steps, relative)
+    last = parent.steps[-1] if lead_in is None else lead_in
+    steps = [step for step in await source.steps.find(after=parent.step) if step.step <= last]
+    ordered = order_steps(steps, parent)
     trained = max((place for place, step in enumerate(ordered, 1) if step.step in done), default=0)
-    left = ordered[trained:]
-    settings = replace(
-        settings, regrouping=regrouping_of(relative, settings.regrouping), since=relative.since
+    train, sampling = configs[TrainConfig], configs[SamplingConfig]
+    scoring = Regrouping(
+        scorer_timeout_seconds=sampling.scorer_timeout_seconds, agent_config_path=sampling.agent_config_path
     )
-    return RecordedStream(source, left, settings, last=last)
+    settings = RecordedSettings(
+        freshness=freshness_of(configs), whitens=train.advantage_whitening == "batch",
+        verifies=train.verify_data, regrouping=regrouping_of(parent, scoring), since=parent.since,
+    )  # fmt: skip
+    return RecordedStream(source, ordered[trained:], settings, last=last)
 
 
 def order_steps(steps: Sequence[TrainStep], relative: Relative) -> list[TrainStep]:

@@ -6,28 +6,20 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from agentrl.base.batches import batches
 from agentrl.base.concurrency import DECISION_THREADS
 from agentrl.data.finalize_group import GroupRules, decide_stored
-from agentrl.documents.model_call import (
-    DispatchedSamplingTask,
-    branches_of,
-    conversation,
-    main_branch,
-    of_main_role,
-)
 from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS, Record
 from agentrl.documents.run import Relative
 from agentrl.documents.status import RecordStatus
-from agentrl.documents.task import FEEDBACK, Task, record_task
+from agentrl.documents.task import record_task
 from agentrl.errors import ConfigError, GroupError, ScorerError, StoreError, TrainingError
 from agentrl.lab.flags import GROUP_RULES
 from agentrl.lab.regroup import SCORED, NewScore, Rescored, Rescoring
-from agentrl.scoring.scorers import ScoredCall, ScorerContext, ScoreResult, checked_score, score_context
+from agentrl.scoring.scorers import score_context, stored_context
 from agentrl.store.client import Store
 from agentrl.store.groups import GroupOutcome, StoredGroup
 
@@ -108,7 +100,7 @@ class Regrouping:
         if record.score is None:
             return record
         calls = group.calls.get(record.id, ())
-        context = scorer_context(group.task, record, calls, self.agent_config_path)
+        context = stored_context(group.task, record, calls, self.agent_config_path)
         try:
             found = await score_context(
                 scorer, replace(context, agent_score=None), self.scorer_timeout_seconds
@@ -262,7 +254,7 @@ class _Rescorer:
         if self.labelled is not None:
             return _labelled(record, self.labelled[record.id])
         calls = group.calls.get(record.id, ())
-        context = scorer_context(group.task, record, calls, options.agent_config_path)
+        context = stored_context(group.task, record, calls, options.agent_config_path)
         if options.scorer is not None:
             context = replace(context, agent_score=None)
         async with self.slots:
@@ -284,44 +276,6 @@ def _labelled(record: Record, score: float) -> NewScore:
         if key in record.score_details
     }
     return NewScore(score=score, details={"scorer": LABELS, **kept})
-
-
-def scorer_context(
-    task: Task, record: Record, calls: Sequence[DispatchedSamplingTask], agent_config_path: str
-) -> ScorerContext:
-    """Return the scorer's input, rebuilt from stored documents; without messages if they were pruned."""
-    path: Sequence[DispatchedSamplingTask] = of_main_role(calls)
-    is_branched = any(call.parent not in (None, before.id) for before, call in pairwise(path))
-    if is_branched or record.train_rule is not None:
-        main = main_branch(branches_of(path))
-        path = () if main is None else main.calls
-    first = max((number for number, call in enumerate(path) if call.parent is None), default=0)
-    scored = tuple(
-        ScoredCall.of(call.response, call.tool_executions, call.status, call.role) for call in calls
-    )
-    return ScorerContext(
-        query=task.query,
-        final_answer=record.final_answer,
-        answer=task.answer,
-        aug_answers=task.aug_answers,
-        messages=tuple(conversation(path[first:])),
-        calls=scored,
-        meta=task.meta,
-        environment=task.environment,
-        tool_rewards=record.tool_rewards,
-        agent_score=record.agent_score or _feedback(task, record, scored),
-        agent_config_path=agent_config_path,
-    )
-
-
-def _feedback(task: Task, record: Record, calls: Sequence[ScoredCall]) -> dict[str, Any] | None:
-    """Return the score that people gave to a trajectory that waits for their feedback; None without one."""
-    reward = record.reported_reward
-    if task.scorer != FEEDBACK or reward is None:
-        return None
-    turns = {int(call): value for call, value in reward.turn_rewards.items()} or None
-    given = ScoreResult(reward.score, reward.details, turns, reward.role_rewards or None)
-    return {**checked_score(FEEDBACK, given, calls), "scorer": FEEDBACK}
 
 
 def _count(split: SplitReport, group: StoredGroup, scores: Mapping[str, NewScore], done: Rescored) -> None:

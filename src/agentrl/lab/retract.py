@@ -33,9 +33,9 @@ from agentrl.lab.dataset import FILE, require_pyarrow
 from agentrl.lab.transfer import MANIFEST, Transfer, verify, withdrawn_in
 from agentrl.lab.withdraw import Retractions, Selection, Withdrawing
 from agentrl.observe.progress import progress
-from agentrl.screens.views.runs import Runs
 from agentrl.store.client import Store, open_connection, open_existing, open_store
 from agentrl.store.mechanics.connection import Connection
+from agentrl.store.runs import Runs
 from agentrl.train.folders import RunFolders, place_of, run_folders
 from agentrl.train.lease import TrainerLease, hold_lease
 from agentrl.weights import storage

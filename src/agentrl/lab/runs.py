@@ -21,7 +21,6 @@ from agentrl.documents.run import FLAGS, PARENT, REMARKS, SCHEMA, RunFact, RunSe
 from agentrl.documents.training import state_files
 from agentrl.errors import AgentRLError, ConfigError, RunMissingError, StoreError
 from agentrl.lab.transfer import Transfer, make_run
-from agentrl.screens.views.runs import Runs
 from agentrl.store.client import open_connection
 from agentrl.store.mechanics.connection import (
     GATE,
@@ -34,6 +33,7 @@ from agentrl.store.mechanics.connection import (
     Repository,
     database_call,
 )
+from agentrl.store.runs import Runs
 from agentrl.store.schema import holds_run, prepare
 from agentrl.store.settings import Ancestry, Settings
 

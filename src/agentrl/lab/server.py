@@ -16,7 +16,6 @@ from pymongo.errors import OperationFailure
 
 from agentrl.errors import StoreError
 from agentrl.screens.views import VIEWS
-from agentrl.screens.views.counts import read_disk
 from agentrl.store.gateways import allowed_actions
 from agentrl.store.mechanics.connection import (
     COLUMN,
@@ -44,6 +43,7 @@ from agentrl.store.mechanics.connection import (
     Repository,
     database_call,
 )
+from agentrl.store.runs import read_disk
 from agentrl.store.schema import VALIDATORS, prepare
 from agentrl.store.settings import Ancestry
 

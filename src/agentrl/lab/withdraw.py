@@ -61,6 +61,7 @@ from agentrl.store.mechanics.connection import (
 from agentrl.store.mechanics.lease import literal
 from agentrl.store.policy_versions import fenced
 from agentrl.store.records import read_records
+from agentrl.store.settings import Withdrawals
 
 BATCH = 100
 """Records of one query or transaction."""
@@ -98,7 +99,7 @@ class _Chosen:
 _RECORD_FIELDS: Json = {"task": 1, "traj_id": 1, "created_at": 1}
 
 
-class Retractions(Repository):
+class Retractions(Withdrawals):
     """Chooses what to withdraw, and keeps the list of it."""
 
     @database_call
@@ -249,26 +250,6 @@ class Retractions(Repository):
             return retraction
 
         return await self._connection.transaction(write)
-
-    @database_call
-    async def unfinished(self) -> list[Retraction]:
-        """Return the retractions that a call began and did not finish, oldest first."""
-        return await self._all(Retraction, RETRACTION, {"finished_at": None}, sort=[("_id", 1)])
-
-    @database_call
-    async def require_deleted(self) -> None:
-        """Raise StoreError if a call was interrupted whose data, or whose weights, are still to be deleted.
-
-        A trainer calls it before it reads a checkpoint or data: what it trains now, nobody finds later.
-        """
-        query = {"finished_at": None, "$or": [{"deleted_at": None}, {"rebuilds": True, "rebuilt": None}]}
-        for item in await self._all(Retraction, RETRACTION, query, sort=[("_id", 1)], limit=1):
-            run = self._connection.database.name
-            raise StoreError(
-                f"run {run} still holds what {item.by} withdrew on {item.at:%Y-%m-%d %H:%M} UTC: that call of"
-                " `agentrl retract` was interrupted",
-                hint=f"finish it first: agentrl retract {run}",
-            )
 
     @database_call
     async def set_deleted(self) -> None:

@@ -343,7 +343,7 @@ async def _answers(url: str) -> str | None:
 async def check_agent_config(config: SamplingConfig) -> Check:
     """Check the judge, which some scorers need, and the browse agent, if it is on: that they answer."""
     from agentrl.llm.agent_config import load_judge
-    from agentrl.worlds.browse import open_browse_agent
+    from agentrl.tools.browse import open_browse_agent
 
     name, path = "agent config", config.agent_config_path
     try:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +28,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from agentrl.base.processes import start_ticks, tail
 from agentrl.errors import StoreError
+from agentrl.store.mechanics.connection import DATABASE_SERVERS, LocalServer
 
 END_OF_LIFE: Final = {6: date(2025, 7, 31), 7: date(2027, 8, 31), 8: date(2029, 10, 31)}
 """Major version → the last day of its support (mongodb.com/legal/support-policy/lifecycles)."""
@@ -672,6 +674,18 @@ class EmbeddedMongo:
     def _write_state(self, *, pid: int | None, port: int | None) -> None:
         state = {"pid": pid, "started": start_ticks(pid) if pid else None, "port": port}
         write_private(self._state_file, json.dumps(state))
+
+
+@DATABASE_SERVERS.register("embedded")
+def running_server(directory: str) -> LocalServer:
+    """Return the server of a folder, as the store looks for it. Raises StoreError if it does not run."""
+    status = EmbeddedMongo(directory).status()
+    if not status.running:
+        raise disk_problem(status.directory) or StoreError(
+            f"no embedded MongoDB is running under {status.directory}",
+            hint="start it: agentrl mongo up; or name your server with MONGO_URI or --db_connection_string",
+        )
+    return LocalServer(status.uri, partial(disk_problem, status.directory))
 
 
 def disk_problem(directory: Path) -> StoreError | None:

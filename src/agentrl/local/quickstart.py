@@ -37,8 +37,9 @@ from agentrl.local.mongod import EmbeddedMongo, disk_problem
 from agentrl.local.processes import SERVERS_FILE, RunPlan, agentrl_command, demo_model, run_processes
 from agentrl.observe import logging as run_logging
 from agentrl.observe.terminal import excerpt
+from agentrl.screens.views.counts import Details
 from agentrl.screens.views.pipelines import TrajectoryRow
-from agentrl.screens.views.read import WholeTrajectory
+from agentrl.screens.views.read import Views, WholeTrajectory
 from agentrl.store.mechanics.connection import STEP
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Outcome:
 
 async def read_outcome(run_name: str, output: Path) -> Outcome | None:
     """Read the rewards from the database and plot them; None if there is no step."""
-    from agentrl.screens.plotting import plot_curve
+    from agentrl.observe.plotting import plot_curve
     from agentrl.store.client import open_store
 
     async with await open_store(RunConfig(run_name=run_name)) as store:
@@ -107,9 +108,9 @@ async def read_outcome(run_name: str, output: Path) -> Outcome | None:
         if not steps:
             return None
         plot = output / "curve.png"
-        plot_curve(run_name, await store.views.steps(), plot)
+        plot_curve(run_name, await store.steps.metrics(), plot)
         metrics = [step.metrics for step in steps]
-        groups = await store.details.groups()
+        groups = await Details(store.connection).groups()
         return Outcome(
             rewards=[float(item["reward"]) for item in metrics],
             seconds=median(item["seconds_forward_backward"] + item["seconds_optimizer"] for item in metrics),
@@ -171,9 +172,9 @@ def worth_reading_lines(chosen: Sequence[WorthReading], command: str, run_name: 
 
 async def read_worth_reading(store: Store) -> list[WorthReading]:
     """Return the first wrong, the first right and the longest trajectory of the train split."""
-    found = []
-    for title, row in choose_worth_reading(await store.views.trajectories(split="train")):
-        whole = await store.views.whole_trajectory(row.id)
+    views, found = Views(store.connection), []
+    for title, row in choose_worth_reading(await views.trajectories(split="train")):
+        whole = await views.whole_trajectory(row.id)
         if whole is None or row.score is None:
             continue
         found.append(
@@ -474,7 +475,7 @@ async def _tell(
 
 
 async def _last_committed(store: Store) -> StepRow | None:
-    rows = await store.views.steps(status=StepStatus.COMMITTED, last=1)
+    rows = await Views(store.connection).steps(status=StepStatus.COMMITTED, last=1)
     return rows[-1] if rows else None
 
 
@@ -483,10 +484,11 @@ def _committed_at(step: StepRow | None) -> float:
 
 
 async def _read_start(store: Store) -> Start:
-    engines = await store.views.engines()
-    scores = [row.score for row in await store.views.trajectories(split="train") if row.score is not None]
+    views = Views(store.connection)
+    engines = await views.engines()
+    scores = [row.score for row in await views.trajectories(split="train") if row.score is not None]
     serving = (ServiceStatus.READY, ServiceStatus.UPDATING, ServiceStatus.LENT)
-    counts = await store.details.groups()
+    counts = await Details(store.connection).groups()
     return Start(
         is_serving=any(engine.status in serving for engine in engines),
         finished=len(scores),

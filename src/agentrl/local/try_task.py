@@ -46,7 +46,7 @@ from agentrl.scoring.answers import check_schema, require_readable
 from agentrl.scoring.judge import JUDGES
 from agentrl.scoring.scorers import require_scorer
 from agentrl.screens.trajectory_page import render_trajectory
-from agentrl.screens.views.read import WholeTrajectory
+from agentrl.screens.views.read import Views, WholeTrajectory
 from agentrl.store.client import Store, open_existing, scratch_store
 from agentrl.tools.base import Schema
 from agentrl.worlds.harbor.machine import use_containers
@@ -133,7 +133,7 @@ async def try_task(
         for error in worker.tools.down.values():
             raise error
         await _work(worker, claim, shown)
-        whole = await store.views.whole_trajectory(claim.record_id)
+        whole = await Views(store.connection).whole_trajectory(claim.record_id)
         if whole is None:
             raise StoreError(f"the trial has stored no Record {claim.record_id}")
         first, offered = _first_prompt(worker, task, whole, shown)

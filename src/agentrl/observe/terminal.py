@@ -1,4 +1,7 @@
-"""Write values: for people as numbers, times and tables without control characters; for programs as JSON."""
+"""Write values: for people as numbers, times and tables without control characters; for programs as JSON.
+
+Ask people before something is deleted.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from agentrl.errors import ConfigError
 
 T = TypeVar("T")
 MISSING = "–"
@@ -170,3 +175,11 @@ def to_json(value: Any) -> Any:
 def print_json(value: Any) -> None:
     """Print one JSON value on one line of stdout. Characters other than ASCII are escaped."""
     print(json.dumps(to_json(value)), flush=True)
+
+
+def confirm(what: str) -> bool:
+    """Ask on the terminal whether to delete ``what``. Raises ConfigError without a terminal."""
+    if not sys.stdin.isatty():
+        raise ConfigError(f"nobody can be asked whether to delete {what}", hint="give --yes")
+    print(f"delete {what}? [y/N] ", end="", flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

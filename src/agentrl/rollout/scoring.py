@@ -20,11 +20,10 @@ from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.documents.task import FEEDBACK, Claim
 from agentrl.environments.session import names_of
 from agentrl.errors import FailureError, LeaseLostError, ScorerError, StoreError
-from agentrl.lab.rescore import scorer_context
 from agentrl.rollout.agent_io import failure_text
 from agentrl.rollout.held_claims import HeldClaims, owner_name
 from agentrl.rollout.outages import Blame, Outages, report_outages
-from agentrl.scoring.scorers import ScorerContext, score_context
+from agentrl.scoring.scorers import ScorerContext, score_context, stored_context
 from agentrl.store.client import open_existing
 from agentrl.store.mechanics.retry import retry_outages
 
@@ -104,7 +103,7 @@ class Scoring:
             calls = await self.store.model_calls.by_record(claim.record_id)
             try:
                 context = contain_call(
-                    lambda: scorer_context(claim.task, record, calls, self.sampling.agent_config_path),
+                    lambda: stored_context(claim.task, record, calls, self.sampling.agent_config_path),
                     f"reading {claim.record_id}",
                     ScorerError,
                 )

@@ -58,10 +58,10 @@ from agentrl.store.claims import GroupLimit
 from agentrl.store.client import Store, open_store
 from agentrl.store.epochs import CURRICULUM, ORDER, Selection
 from agentrl.store.mechanics.retry import retry_outages
+from agentrl.tools.browse import open_browse_agent
 from agentrl.tools.pool import ToolPool
 from agentrl.weights.folder import replayed_experts, require_folder
 from agentrl.weights.local_copy import model_files, weights_dir
-from agentrl.worlds.browse import open_browse_agent
 from agentrl.worlds.harbor.machine import use_containers
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from agentrl.documents.task_json import BadTaskError, amount, kind_of
 from agentrl.documents.task_rows import asked_schema, last_braced
 from agentrl.errors import ConfigError, FailureError, ScorerError
 from agentrl.scoring.math_equality import equal, number, same, word_f1
-from agentrl.scoring.scorers import ScorerContext, ScoreResult, run_scorer, scorer
-from agentrl.worlds.code import read_tests
+from agentrl.scoring.scorers import ScorerContext, ScoreResult, check_answer, run_scorer, scorer
 
 CHECKED: Final = frozenset({"agentcpm", "asearcher", "exact", "f1", "math"})
 """Scorers that compare with the answer. The judge gives 1 to an equal answer without a request."""
@@ -144,13 +143,12 @@ def require_readable(task: Task) -> None:
     """Raise BadTaskError if a model that gives the task's own answer would not score 1.
 
     Checks the scorers that compare, which need an answer; of a judge, that it would get the task's own; of
-    the scorer ``code``, that there are tests.
+    others, what they declare (``check_answer``).
     """
-    if "code" in scorer_weights(task.scorer):
-        try:
-            read_tests(task.answer)
-        except ScorerError as error:
-            raise BadTaskError(f"scorer code: {error}") from error
+    try:
+        check_answer(task)
+    except ScorerError as error:
+        raise BadTaskError(str(error)) from error
     judged = dict.fromkeys(("agentcpm", "asearcher"), lambda given, gold: 1.0)
     likenesses = {"exact": same, "f1": word_f1, "math": same, **judged}
     answers = task.answer if isinstance(task.answer, (list, tuple)) else (task.answer,)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from agentrl.base.concurrency import end_tasks, time_limit
@@ -15,10 +16,17 @@ from agentrl.base.registry import Registry
 from agentrl.base.spans import Attributes, Span, tracer
 from agentrl.base.user_code import contain, describe
 from agentrl.documents.base import is_score, sanitize_bson, score_problem
-from agentrl.documents.model_call import ToolExecution
-from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    ToolExecution,
+    branches_of,
+    conversation,
+    main_branch,
+    of_main_role,
+)
+from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS, Record
 from agentrl.documents.status import CallStatus
-from agentrl.documents.task import scorer_weights
+from agentrl.documents.task import FEEDBACK, Task, scorer_weights
 from agentrl.errors import ConfigError, FailureError, OutageError, ScorerError, judge
 from agentrl.llm.agent_config import section_values
 from agentrl.scoring.groups import (
@@ -162,18 +170,30 @@ SCORERS: Registry[Scorer] = Registry(
 )
 
 _BLOCKING = "agentrl_blocking"
+_CHECK_ANSWER = "agentrl_check_answer"
+_NAMES_IN_ANSWER = "agentrl_names_in_answer"
 
 
-def scorer(*names: str, blocking: bool = False) -> Callable[[S], S]:
+def scorer(
+    *names: str,
+    blocking: bool = False,
+    check_answer: Callable[[Any], object] | None = None,
+    names_in_answer: Callable[[Any], Iterable[str]] | None = None,
+) -> Callable[[S], S]:
     """Register a function ``(ScorerContext) -> float | ScoreResult`` under ``names``.
 
     It may take ``(model_answer, ground_truth)`` or ``(model_answer, ground_truth, scorer_agent_config)`` too.
     A function that is not async runs in a worker process. So does an async one with ``blocking``: it
     computes for long, or waits without ``await``.
+
+    Of a task's answer, ``check_answer`` raises ScorerError if the scorer cannot read it, and
+    ``names_in_answer`` returns the code, servers and files that it names, as ``permissions`` writes them.
     """
 
     def decorate(function: S) -> S:
         setattr(function, _BLOCKING, blocking)
+        setattr(function, _CHECK_ANSWER, check_answer)
+        setattr(function, _NAMES_IN_ANSWER, names_in_answer)
         SCORERS.add(_scorer_of(function), *names)
         return function
 
@@ -186,6 +206,37 @@ def require_scorer(name: str) -> None:
         SCORERS.get(part)
         if part == "math":
             require("math_verify", "the scorer math")
+
+
+def check_answer(task: Task) -> None:
+    """Raise ScorerError for an answer that a scorer of the task cannot read."""
+    for name, check in _declared(task, _CHECK_ANSWER):
+        try:
+            check(task.answer)
+        except ScorerError as error:
+            raise ScorerError(f"scorer {name}: {error.message}", hint=error.hint) from error
+
+
+def names_in_answer(task: Task) -> frozenset[str]:
+    """Return what the task's answer names, for those of its scorers that say so."""
+    return frozenset(name for _, names in _declared(task, _NAMES_IN_ANSWER) for name in names(task.answer))
+
+
+def _declared(task: Task, what: str) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """Yield what the scorers of a task declare, by name; nothing for one that is not here.
+
+    A path ``module:function`` is not imported: this is asked before anybody allows the task's names.
+    """
+    for name in scorer_weights(task.scorer):
+        if ":" in name:
+            continue
+        try:
+            function = SCORERS.get(name)
+        except ConfigError:
+            continue  # it is refused where the scorer is looked for
+        own = function.function if isinstance(function, AnswerScorer) else function
+        if (declared := getattr(own, what, None)) is not None:
+            yield name, declared
 
 
 async def run_scorer(name: str, context: ScorerContext, timeout: float) -> ScoreResult:
@@ -325,3 +376,41 @@ def _number(name: str, value: Any) -> float:
     if is_score(value):
         return float(value)
     raise ScorerError(f"{name} returned {describe(value)}, which {score_problem(value)}")
+
+
+def stored_context(
+    task: Task, record: Record, calls: Sequence[DispatchedSamplingTask], agent_config_path: str
+) -> ScorerContext:
+    """Return a scorer's input, read from stored documents; without messages if they were pruned."""
+    path: Sequence[DispatchedSamplingTask] = of_main_role(calls)
+    is_branched = any(call.parent not in (None, before.id) for before, call in pairwise(path))
+    if is_branched or record.train_rule is not None:
+        main = main_branch(branches_of(path))
+        path = () if main is None else main.calls
+    first = max((number for number, call in enumerate(path) if call.parent is None), default=0)
+    scored = tuple(
+        ScoredCall.of(call.response, call.tool_executions, call.status, call.role) for call in calls
+    )
+    return ScorerContext(
+        query=task.query,
+        final_answer=record.final_answer,
+        answer=task.answer,
+        aug_answers=task.aug_answers,
+        messages=tuple(conversation(path[first:])),
+        calls=scored,
+        meta=task.meta,
+        environment=task.environment,
+        tool_rewards=record.tool_rewards,
+        agent_score=record.agent_score or _feedback(task, record, scored),
+        agent_config_path=agent_config_path,
+    )
+
+
+def _feedback(task: Task, record: Record, calls: Sequence[ScoredCall]) -> dict[str, Any] | None:
+    """Return the score that people gave to a trajectory that waits for their feedback; None without one."""
+    reward = record.reported_reward
+    if task.scorer != FEEDBACK or reward is None:
+        return None
+    turns = {int(call): value for call, value in reward.turn_rewards.items()} or None
+    given = ScoreResult(reward.score, reward.details, turns, reward.role_rewards or None)
+    return {**checked_score(FEEDBACK, given, calls), "scorer": FEEDBACK}

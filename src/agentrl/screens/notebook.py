@@ -20,7 +20,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.model_call import DispatchedSamplingTask, conversation, unpack_floats, unpack_ids
 from agentrl.documents.status import StepStatus
 from agentrl.screens.views.pipelines import GroupRow, StepRow, TaskRow, TrajectoryRow
-from agentrl.screens.views.read import NO_VERSION, token_versions
+from agentrl.screens.views.read import NO_VERSION, Views, token_versions
 from agentrl.store.client import Store as AsyncStore
 from agentrl.store.client import open_existing
 
@@ -54,6 +54,7 @@ class Store:
 
     def __init__(self, store: AsyncStore, loop: _BackgroundLoop) -> None:
         self._store = store
+        self._views = Views(store.connection)
         self._loop = loop
         self.run_name = store.run_name
 
@@ -100,15 +101,15 @@ class Store:
     def steps(self, *, status: str | None = None) -> list[StepRow]:
         """Return optimizer steps in the order of planning, of one status (such as ``committed``) or all."""
         wanted = None if status is None else StepStatus(status)
-        return self._loop.run(self._store.views.steps(status=wanted))
+        return self._loop.run(self._views.steps(status=wanted))
 
     def tasks(self, *, split: str | None = None) -> list[TaskRow]:
         """Return every question that has a completed group, with its mean scores over the epochs."""
-        return self._loop.run(self._store.views.tasks(split=split))
+        return self._loop.run(self._views.tasks(split=split))
 
     def groups(self, *, split: str | None = None) -> list[GroupRow]:
         """Return every Task of every epoch with the scores of its trajectories."""
-        return self._loop.run(self._store.views.groups(split=split))
+        return self._loop.run(self._views.groups(split=split))
 
     def close(self) -> None:
         """Close the connection; calling it again does nothing."""
@@ -127,7 +128,7 @@ class Store:
     async def _trajectories(
         self, *, status: str | None, step: int | None, split: str | None, limit: int | None
     ) -> list[Trajectory]:
-        rows = await self._store.views.trajectories(status=status, step=step, split=split, limit=limit)
+        rows = await self._views.trajectories(status=status, step=step, split=split, limit=limit)
         trajectories: list[Trajectory] = []
         for page in batches(rows, _CALLS_TOGETHER):
             calls = await self._store.model_calls.by_records([row.id for row in page])

@@ -33,11 +33,12 @@ from agentrl.documents.status import (
     VersionStatus,
 )
 from agentrl.lab.withdraw import Retractions
-from agentrl.screens.views.counts import Disk, FailureCount, Rates
+from agentrl.screens.views.counts import Counts, FailureCount, Rates
 from agentrl.screens.views.pipelines import EngineRow, StepRow
-from agentrl.screens.views.runs import Activity, activity_of
+from agentrl.screens.views.read import Views
 from agentrl.store.client import Store
 from agentrl.store.evaluations import SEEN_SECONDS
+from agentrl.store.runs import Activity, Disk, activity_of
 from agentrl.store.services import Liveness
 
 LAST_VERSIONS = 10
@@ -274,6 +275,8 @@ class SnapshotReader:
 
     def __init__(self, store: Store, cache: Cache | None = None) -> None:
         self._store = store
+        self._views = Views(store.connection)
+        self._counts = Counts(store.connection)
         self._cache = Cache() if cache is None else cache
 
     async def read(self, alive_seconds: float | None = None) -> RunSnapshot:
@@ -281,7 +284,7 @@ class SnapshotReader:
 
         An engine is dead without a heartbeat for ``alive_seconds``, by default five of the run's intervals.
         """
-        store, counts = self._store, self._store.counts
+        store, counts = self._store, self._counts
         resolved = await self._cached("configurations", store.settings.resolved, _SLOW_SECONDS)
         configurations = list(resolved.values())
         if alive_seconds is None:
@@ -297,7 +300,7 @@ class SnapshotReader:
             "quarantined_because": counts.quarantined_because(),
             "failures": self._cached("failures", counts.failures, _SLOW_SECONDS, _STALE_SECONDS),
             "rates": self._cached("rates", lambda: counts.rates(liveness.at)),
-            "engines": self._cached("engines", store.views.engines),
+            "engines": self._cached("engines", self._views.engines),
             "versions": self._cached("versions", lambda: store.policy_versions.published(LAST_VERSIONS)),
             "past_outages": store.outages.past(_PAST_OUTAGES),
             "evaluations": self._cached("evaluations", store.evaluations.all),
@@ -324,7 +327,7 @@ class SnapshotReader:
         known = cast("list[StepRow] | None", self._cache.peek(("steps", self._store.run_name))) or []
 
         async def read() -> list[StepRow]:
-            steps = self._store.views.steps
+            steps = self._views.steps
             if known:
                 newer = await steps(status=APPLIED_STEPS, after=known[-1].step - 1, last=MAX_STEPS)
                 if newer and newer[0].id == known[-1].id:
@@ -335,11 +338,11 @@ class SnapshotReader:
 
     async def tasks(self) -> dict[tuple[str, int], dict[str, int]]:
         """Return (split, epoch) → status → Tasks."""
-        return await self._cached("tasks", self._store.counts.tasks, stale=_STALE_SECONDS)
+        return await self._cached("tasks", self._counts.tasks, stale=_STALE_SECONDS)
 
     async def _planned(self) -> StepRow | None:
         unfinished = (StepStatus.PLANNING, StepStatus.PLANNED)
-        steps = await self._store.views.steps(status=unfinished, last=1)
+        steps = await self._views.steps(status=unfinished, last=1)
         return steps[-1] if steps else None
 
     async def _cached(

@@ -9,7 +9,6 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,11 +17,6 @@ from pymongo.errors import PyMongoError
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, RunMissingError, StoreError
-from agentrl.local.mongod import EmbeddedMongo, disk_problem
-from agentrl.screens.views.counts import Counts, Details
-from agentrl.screens.views.read import TokenReads, Views
-from agentrl.screens.views.scores import Rewards
-from agentrl.screens.views.trajectories import TrajectorySearch
 from agentrl.store.claims import Claims, ExpiredLeases
 from agentrl.store.columns import Columns
 from agentrl.store.epochs import Epochs
@@ -30,14 +24,14 @@ from agentrl.store.evaluations import Evaluations
 from agentrl.store.gateways import Conversations, Gateways, Labels
 from agentrl.store.groups import Groups
 from agentrl.store.mechanics.change_stream import Changes
-from agentrl.store.mechanics.connection import TASK, Connection, RunFence
+from agentrl.store.mechanics.connection import DATABASE_SERVERS, TASK, Connection, LocalServer, RunFence
 from agentrl.store.mechanics.retry import PastOutage
 from agentrl.store.model_calls import Images, ModelCalls
 from agentrl.store.policy_versions import PolicyVersions, TrainerLeases
 from agentrl.store.records import Attempts, Records
 from agentrl.store.schema import holds_run, open_schema
 from agentrl.store.services import OutageRecords, Services
-from agentrl.store.settings import Ancestry, Imports, Settings
+from agentrl.store.settings import Ancestry, Imports, Settings, Withdrawals
 from agentrl.store.steps import Steps
 from agentrl.store.tasks import Tasks
 from agentrl.store.training_data import Training
@@ -71,17 +65,12 @@ class Store:
         self.imports = Imports(connection)
         self.settings = Settings(connection)
         self.ancestry = Ancestry(connection)
+        self.withdrawals = Withdrawals(connection)
         self.evaluations = Evaluations(connection)
         self.gateways = Gateways(connection)
         self.conversations = Conversations(connection)
         self.images = Images(connection)
         self.labels = Labels(connection)
-        self.views = Views(connection)
-        self.counts = Counts(connection)
-        self.details = Details(connection)
-        self.trajectories = TrajectorySearch(connection)
-        self.tokens = TokenReads(connection)
-        self.rewards = Rewards(connection)
         self._changes = Changes(connection)
 
     @property
@@ -91,12 +80,12 @@ class Store:
 
     @property
     def database(self) -> AsyncDatabase[dict[str, Any]]:
-        """Return the run's database. Only tests use it: other reads belong in ``views``."""
+        """Return the run's database. Only tests use it: other calls belong in a repository."""
         return self._connection.database
 
     @property
     def connection(self) -> Connection:
-        """Return the connection, for the repositories of ``agentrl db``."""
+        """Return the connection, for the repositories that wings make of it."""
         return self._connection
 
     @property
@@ -191,11 +180,11 @@ async def run_exists(run: RunConfig) -> bool:
 @asynccontextmanager
 async def _connected(run: RunConfig, doing: str) -> AsyncIterator[Connection]:
     """Yield a checked connection; close it if the block raises."""
-    given = run.db_connection_string
-    uri, folder = (
-        (given, None) if given is not None else await asyncio.to_thread(_embedded_server, run.mongo_dir)
-    )
-    connection = Connection(uri, run.run_name, run.db_timeout_seconds, folder)
+    if run.db_connection_string is not None:
+        connection = Connection(run.db_connection_string, run.run_name, run.db_timeout_seconds)
+    else:
+        server = await asyncio.to_thread(_embedded_server, run.mongo_dir)
+        connection = Connection(server.uri, run.run_name, run.db_timeout_seconds, server.explain)
     try:
         await connection.call(connection.check, doing)
         yield connection
@@ -238,15 +227,15 @@ async def _no_run(connection: Connection) -> RunMissingError:
     )
 
 
-def _embedded_server(directory: str) -> tuple[str, Path]:
-    """Return the URI and the folder of the embedded server. Raises StoreError if it does not run."""
-    status = EmbeddedMongo(directory).status()
-    if not status.running:
-        raise disk_problem(status.directory) or StoreError(
-            f"no embedded MongoDB is running under {status.directory}",
-            hint="start it: agentrl mongo up; or name your server with MONGO_URI or --db_connection_string",
+def _embedded_server(directory: str) -> LocalServer:
+    """Return the embedded server of a folder. Raises StoreError if it does not run, and if there is none."""
+    find = DATABASE_SERVERS.known().get("embedded")
+    if find is None:
+        raise StoreError(
+            "no database is named, and this installation has no embedded MongoDB",
+            hint="name your server with MONGO_URI or --db_connection_string",
         )
-    return status.uri, status.directory
+    return find(directory)
 
 
 @asynccontextmanager

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from pymongo import ASCENDING, DESCENDING
 
-from agentrl.base.processes import has_ended
+from agentrl.base.processes import ProcessIdentity, has_ended
 from agentrl.documents.base import plain
-from agentrl.documents.run import TRAINER, PolicyVersion, ProcessIdentity, SavedCheckpoint, TrainerLease
+from agentrl.documents.run import TRAINER, PolicyVersion, SavedCheckpoint, TrainerLease
 from agentrl.documents.status import VERSION_EDGES, TrainerEnd, VersionStatus, sources
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
 from agentrl.store.mechanics.connection import (

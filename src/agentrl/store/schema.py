@@ -89,7 +89,7 @@ def _schema_of(hint: Any, name: str) -> tuple[Json, str]:
     if isinstance(hint, type) and issubclass(hint, Enum):
         states = [member.value for member in hint]
         return {"enum": states}, f"one of {', '.join(states)}"
-    if isinstance(hint, type) and issubclass(hint, Document):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _object(hint), f"a {hint.__name__}"
     return {}, "anything"
 
@@ -103,12 +103,12 @@ def _optional(schema: Json, what: str) -> tuple[Json, str]:
     return {**schema, "bsonType": [*types, "null"]}, f"{what}, or null"
 
 
-def _object(cls: type[Document], **more: Json) -> Json:
+def _object(cls: type, **more: Json) -> Json:
     """Return the schema of a document that has the fields of ``cls`` and ``more``, and no others."""
     hints = get_type_hints(cls)
     properties: Json = {}
     required = []
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+    for field in dataclasses.fields(cls):
         stored = "_id" if field.name == "id" and issubclass(cls, Root) else field.name
         title = f"{cls.__name__}.{stored}"
         schema, what = _schema_of(hints[field.name], title)

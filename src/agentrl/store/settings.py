@@ -1,4 +1,4 @@
-"""What a run is: its family, its settings and functions; compare later processes with them."""
+"""What a run is: its family, settings, functions, withdrawals; compare later processes with them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from agentrl.documents.run import (
     TRAINER,
     ImportList,
     Relative,
+    Retraction,
     RunSettings,
     child_key,
     flags_key,
@@ -33,6 +34,7 @@ from agentrl.store.mechanics.connection import (
     IMPORTS,
     LEASE,
     RECORD,
+    RETRACTION,
     RUN,
     SETTINGS,
     STEP,
@@ -346,3 +348,27 @@ class Imports(Repository):
                 raise
             return False
         return True
+
+
+class Withdrawals(Repository):
+    """What ``agentrl retract`` has begun to withdraw: every trainer asks, with or without that command."""
+
+    @database_call
+    async def unfinished(self) -> list[Retraction]:
+        """Return the retractions that a call began and did not finish, oldest first."""
+        return await self._all(Retraction, RETRACTION, {"finished_at": None}, sort=[("_id", 1)])
+
+    @database_call
+    async def require_deleted(self) -> None:
+        """Raise StoreError if a call was interrupted whose data, or whose weights, are still to be deleted.
+
+        A trainer calls it before it reads a checkpoint or data: what it trains now, nobody finds later.
+        """
+        query = {"finished_at": None, "$or": [{"deleted_at": None}, {"rebuilds": True, "rebuilt": None}]}
+        for item in await self._all(Retraction, RETRACTION, query, sort=[("_id", 1)], limit=1):
+            run = self._connection.database.name
+            raise StoreError(
+                f"run {run} still holds what {item.by} withdrew on {item.at:%Y-%m-%d %H:%M} UTC: that call of"
+                " `agentrl retract` was interrupted",
+                hint=f"finish it first: agentrl retract {run}",
+            )

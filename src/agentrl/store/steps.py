@@ -11,7 +11,7 @@ from pymongo import ASCENDING, DESCENDING, UpdateMany
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.base.batches import batches
-from agentrl.documents.base import plain
+from agentrl.documents.base import is_finite, plain
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, StepStatus, values
 from agentrl.documents.training import PendingCommit, TrainStep
 from agentrl.errors import StoreError
@@ -358,9 +358,28 @@ class Steps(Repository):
         return await self._all(TrainStep, STEP, query, sort=[("step", ASCENDING)])
 
     @database_call
+    async def metrics(self, last: int | None = None) -> dict[int, dict[str, float]]:
+        """Return the metrics of the committed steps by number, in order; of the ``last`` ones only.
+
+        It reads a step without its data, whose ids fill the memory in a long run.
+        """
+        query, fields = {"status": StepStatus.COMMITTED.value}, {"step": 1, "metrics": 1}
+        newest = self._collection(STEP).find(query, fields, sort=[("step", DESCENDING)], limit=last or 0)
+        steps = await newest.to_list()
+        return {step["step"]: _numbers(step.get("metrics", {})) for step in reversed(steps)}
+
+    @database_call
     async def last(self) -> TrainStep | None:
         """Return the last step whose update is in the weights: committing or committed."""
         return await self._one(TrainStep, STEP, {"status": {"$in": _APPLIED}}, sort=[("step", DESCENDING)])
+
+
+def _numbers(metrics: Json) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if is_finite(value) and not isinstance(value, bool)
+    }
 
 
 def _cannot_commit(step_id: str) -> StoreError:

@@ -10,7 +10,6 @@ import os
 import secrets
 import shutil
 import signal
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,8 +41,6 @@ from agentrl.documents.run import Relative
 from agentrl.documents.status import TrainerEnd
 from agentrl.documents.training import Checkpoint, TrainStep
 from agentrl.errors import ConfigError
-from agentrl.lab.recorded import RecordedStream
-from agentrl.lab.withdraw import Retractions
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import Precision
 from agentrl.model.load import resolve_dtype
@@ -61,7 +58,7 @@ from agentrl.train.lease import TrainerLease, hold_lease
 from agentrl.train.loop import Trainer
 from agentrl.train.optimizer import schedule_length
 from agentrl.train.publishing import DeviceTurns, Progress, Publisher, Saver, roll_back
-from agentrl.train.source import max_staleness, open_source
+from agentrl.train.source import open_source
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import base_folder, read_header, stored_bytes, stored_dtype, tensor_files
 from agentrl.weights.storage import is_remote
@@ -239,7 +236,7 @@ async def _train(configs: Configs, world: World, lead_in: int | None) -> bool:
     with retry_outages(run.db_wait_seconds, stop):
         store, folders = await _join(configs, precision, is_agreed=lead_in is None)
         async with store, hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease:
-            await Retractions(store.connection).require_deleted()
+            await store.withdrawals.require_deleted()
             resumed = await _choose_checkpoint(store, configs, folders)
             await asyncio.to_thread(_prepare_folders, configs, folders)
             await lease.record_output(folders.place)
@@ -369,7 +366,7 @@ async def _trainer(
         lease=lease,
         turns=turns,
         folders=folders,
-        max_staleness=sys.maxsize if isinstance(source, RecordedStream) else max_staleness(configs),
+        max_staleness=source.max_staleness,
         stop=stop,
     )
     saver = Saver(

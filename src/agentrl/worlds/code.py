@@ -44,29 +44,6 @@ class CodeTest:
     stdout: str = ""
 
 
-@scorer("code")
-async def code(context: ScorerContext) -> ScoreResult:
-    """Return the share of the tests that the program passes; 0 without a program.
-
-    Each test runs in a directory of its own. Raises ScorerError for malformed tests, and ToolServerError if
-    no sandbox can run.
-    """
-    try:
-        for name in names_in_answer(context.answer):
-            require_allowed(name, "sandbox of the task's answer")
-    except ConfigError as error:
-        raise ScorerError(error.message, hint=error.hint) from error
-    tests, config = read_tests(context.answer)
-    if context.final_answer is None:
-        return ScoreResult(0.0, {"passed": 0, "tests": len(tests)})
-    program = program_of(context.final_answer)
-    problems = [await _problem(open_sandbox(config), program, test) for test in tests]
-    passed = problems.count(None)
-    first = next((problem for problem in problems if problem is not None), None)
-    details = {"passed": passed, "tests": len(tests), **({"first_problem": first} if first else {})}
-    return ScoreResult(passed / len(tests), details)
-
-
 def program_of(answer: str) -> str:
     """Return the last fenced block of an answer, or the whole answer without one."""
     blocks = _FENCE.findall(answer)
@@ -125,6 +102,29 @@ def _test(item: Any) -> CodeTest:
 
 def _lines(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+@scorer("code", check_answer=read_tests, names_in_answer=names_in_answer)
+async def code(context: ScorerContext) -> ScoreResult:
+    """Return the share of the tests that the program passes; 0 without a program.
+
+    Each test runs in a directory of its own. Raises ScorerError for malformed tests, and ToolServerError if
+    no sandbox can run.
+    """
+    try:
+        for name in names_in_answer(context.answer):
+            require_allowed(name, "sandbox of the task's answer")
+    except ConfigError as error:
+        raise ScorerError(error.message, hint=error.hint) from error
+    tests, config = read_tests(context.answer)
+    if context.final_answer is None:
+        return ScoreResult(0.0, {"passed": 0, "tests": len(tests)})
+    program = program_of(context.final_answer)
+    problems = [await _problem(open_sandbox(config), program, test) for test in tests]
+    passed = problems.count(None)
+    first = next((problem for problem in problems if problem is not None), None)
+    details = {"passed": passed, "tests": len(tests), **({"first_problem": first} if first else {})}
+    return ScoreResult(passed / len(tests), details)
 
 
 async def _problem(sandbox: Sandbox, program: str, test: CodeTest) -> str | None:

@@ -20,7 +20,7 @@ from agentrl.documents.status import RecordStatus
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("quick"), needs_packages]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("quick", "starts_warm"), needs_packages]
 
 __all__ = ["quick"]
 

@@ -20,7 +20,7 @@ from agentrl.documents.status import RecordStatus
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("quick")]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("quick", "starts_warm")]
 __all__ = ["quick"]
 
 SUFFIX = ' Let\'s think step by step and output the final answer after "####".'

@@ -411,9 +411,10 @@ async def test_a_late_result_is_refused_and_logged_and_the_new_owner_stands(
     late = await store.claims.claim(split="train", owner="late", lease_seconds=60)
     assert late is not None
     setting = Setting(store, "<answer>4</answer>")
+    score_context = scoring_module.score_context
 
     async def overtaken(*_: Any) -> ScoreResult:
-        monkeypatch.undo()
+        monkeypatch.setattr(scoring_module, "score_context", score_context)
         ended = late.task.created_at
         ends = {"slots.0.lease_expires_at": ended, "lease_deadline": ended}
         await store.database["Task"].update_one({"_id": late.task.id}, {"$set": ends})

@@ -44,12 +44,12 @@ def root(tmp_path: Path) -> Path:
 class Script:
     """A script in a session of its own."""
 
-    def __init__(self, root: Path, name: str, *arguments: str, **variables: str) -> None:
+    def __init__(self, root: Path, venv: Path, name: str, *arguments: str, **variables: str) -> None:
         self.log = root.parent / "terminal.txt"
         with self.log.open("wb") as sink:
             self.process = subprocess.Popen(
                 ["bash", f"scripts/{name}", *arguments],
-                cwd=root, env={**os.environ, "AGENTRL_VENV": sys.prefix, "HF_HUB_OFFLINE": "1", **variables},
+                cwd=root, env={**os.environ, "AGENTRL_VENV": str(venv), "HF_HUB_OFFLINE": "1", **variables},
                 stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
@@ -72,11 +72,11 @@ class Script:
 
 
 @pytest.fixture
-def start(root: Path) -> Iterator[Callable[..., Script]]:
+def start(root: Path, warm_python: Path) -> Iterator[Callable[..., Script]]:
     started: list[Script] = []
 
     def start(name: str, *arguments: str, **variables: str) -> Script:
-        started.append(Script(root, name, *arguments, **variables))
+        started.append(Script(root, warm_python.parents[1], name, *arguments, **variables))
         return started[-1]
 
     yield start
@@ -135,7 +135,7 @@ def test_tasks_that_name_an_unknown_tool_server_are_refused_before_anything_star
 
 
 def test_a_script_works_in_the_folder_in_which_it_is_started(
-    root: Path, tmp_path: Path, mongo_uri: str
+    root: Path, tmp_path: Path, mongo_uri: str, warm_python: Path
 ) -> None:
     own = tmp_path / "own"
     own.mkdir()
@@ -144,7 +144,7 @@ def test_a_script_works_in_the_folder_in_which_it_is_started(
     (own / "my_scorer.py").write_text("raise OSError('read here')", encoding="utf-8")
     (root / "scripts/setup.sh").write_text("", encoding="utf-8")
     variables = {
-        "AGENTRL_VENV": sys.prefix, "MONGO_URI": mongo_uri,
+        "AGENTRL_VENV": str(warm_python.parents[1]), "MONGO_URI": mongo_uri,
         "MODEL_PATH": "model", "TRAIN_FILE": "tasks.jsonl",
     }  # fmt: skip
     done = subprocess.run(
@@ -198,7 +198,8 @@ async def test_a_signal_ends_everything_and_interrupted_trajectories_are_release
     script = start(
         "grpo.sh", store.run_name, *SMALL, MODEL_PATH=str(write_tiny_policy(tmp_path / "model")),
         TRAIN_FILE=write_tasks(tmp_path / "tasks.jsonl"), MONGO_URI=str(run_config.db_connection_string),
-        SAMPLERS="1", ROLES=roles, ACCELERATE_CONFIG=str(accelerate),
+        SAMPLERS="1", ROLES=roles,
+        **({"ACCELERATE_CONFIG": str(accelerate), "AGENTRL_VENV": sys.prefix} if "train" in roles else {}),
     )  # fmt: skip
 
     def trains() -> bool:

@@ -32,7 +32,7 @@ from agentrl.rollout.worker import Worker
 from agentrl.scoring.scorers import SCORERS, ScorerContext
 from agentrl.store.client import Store
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
 
 
 async def run(store: Store, worker: Worker, task: Task) -> Record:

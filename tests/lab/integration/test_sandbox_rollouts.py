@@ -16,8 +16,8 @@ from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Slot, Task
-from agentrl.lab.rescore import scorer_context
 from agentrl.rollout.worker import Worker
+from agentrl.scoring.scorers import stored_context
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
 from agentrl.tools.python import StatefulTool
@@ -113,7 +113,7 @@ async def test_the_rewards_of_tools_are_in_the_record_and_reach_the_scorer(store
     assert [model_call.tool_executions[0].reward for model_call in calls[:2]] == [-0.25, -0.25]
     task = await store.tasks.get("train/0/a")
     assert task is not None
-    assert scorer_context(task, record, calls, "none").tool_rewards == record.tool_rewards
+    assert stored_context(task, record, calls, "none").tool_rewards == record.tool_rewards
 
 
 async def test_a_program_is_scored_by_its_tests(store: Store) -> None:

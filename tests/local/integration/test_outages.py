@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from memory_folder import memory_folder
 from test_sampling import ADD, Setting, quick, task, until
 from tiny_policy import write_tiny_policy
 
@@ -26,7 +27,7 @@ from agentrl.store import claims
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
 __all__ = ["quick"]
 
 SAMPLER_CLAIMS = 16
@@ -35,15 +36,16 @@ SAMPLER_CLAIMS = 16
 @pytest.fixture
 def mongo(tmp_path: Path) -> Iterator[EmbeddedMongo]:
     """A server of this test's own, which it may stop."""
-    mongo = EmbeddedMongo(tmp_path / "mongo")
-    mongo.up()
-    yield mongo
-    signal_mongod(mongo, signal.SIGCONT)
-    mongo.down()
+    with memory_folder(tmp_path) as folder:
+        mongo = EmbeddedMongo(folder / "mongo")
+        mongo.up()
+        yield mongo
+        signal_mongod(mongo, signal.SIGCONT)
+        mongo.down()
 
 
 @pytest.fixture
-async def store(mongo: EmbeddedMongo, tmp_path: Path) -> AsyncIterator[Store]:
+async def own_store(mongo: EmbeddedMongo, tmp_path: Path) -> AsyncIterator[Store]:
     run = RunConfig(
         run_name=f"outage_{uuid.uuid4().hex[:8]}",
         db_connection_string=mongo.status().uri,
@@ -90,11 +92,11 @@ async def output_of(process: subprocess.Popen[str], seconds: float) -> str:
 
 
 async def test_a_sampler_gives_up_after_db_wait_seconds(
-    store: Store, mongo: EmbeddedMongo, tmp_path: Path
+    own_store: Store, mongo: EmbeddedMongo, tmp_path: Path
 ) -> None:
-    await store.tasks.load([task("a", slots=SAMPLER_CLAIMS)])
-    process = start_sampler(store, mongo, tmp_path, "--db_wait_seconds", "2", "--lease_seconds", "3")
-    await until(lambda: are_claimed(store), 60)
+    await own_store.tasks.load([task("a", slots=SAMPLER_CLAIMS)])
+    process = start_sampler(own_store, mongo, tmp_path, "--db_wait_seconds", "2", "--lease_seconds", "3")
+    await until(lambda: are_claimed(own_store), 60)
     signal_mongod(mongo, signal.SIGKILL)
     output = await output_of(process, 60)
     assert process.returncode == 1
@@ -104,11 +106,11 @@ async def test_a_sampler_gives_up_after_db_wait_seconds(
 
 
 async def test_a_stopped_sampler_ends_although_the_database_hangs(
-    store: Store, mongo: EmbeddedMongo, tmp_path: Path
+    own_store: Store, mongo: EmbeddedMongo, tmp_path: Path
 ) -> None:
-    await store.tasks.load([task("a", slots=SAMPLER_CLAIMS)])
-    process = start_sampler(store, mongo, tmp_path)
-    await until(lambda: are_claimed(store), 60)
+    await own_store.tasks.load([task("a", slots=SAMPLER_CLAIMS)])
+    process = start_sampler(own_store, mongo, tmp_path)
+    await until(lambda: are_claimed(own_store), 60)
     signal_mongod(mongo, signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
     output = await output_of(process, 60)
@@ -145,9 +147,9 @@ async def test_a_stopped_sampler_hands_all_claims_back_together(
 
 
 async def test_an_outage_within_db_wait_seconds_loses_nothing(
-    store: Store, mongo: EmbeddedMongo, caplog: pytest.LogCaptureFixture
+    own_store: Store, mongo: EmbeddedMongo, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await store.tasks.load([task("a", slots=4)])
+    await own_store.tasks.load([task("a", slots=4)])
     loop = asyncio.get_running_loop()
     outages = iter([True])
 
@@ -157,17 +159,17 @@ async def test_an_outage_within_db_wait_seconds_loses_nothing(
             loop.call_later(2.5, signal_mongod, mongo, signal.SIGCONT)
         return "<answer>3</answer>" if "tool\n3" in prompt else ADD
 
-    setting = Setting(store, say)
+    setting = Setting(own_store, say)
     setting.sampler._config = replace(setting.sampler._config, idle_exit_seconds=None)
     with retry_outages(60), caplog.at_level(logging.WARNING):
         await setting.run()
-    records = await store.records.by_task("train/0/a")
+    records = await own_store.records.by_task("train/0/a")
     sampled = [record for record in records if record.status is not RecordStatus.RELEASED]
     assert [record.score for record in sampled] == [1.0] * 4
     assert sum(record.status is RecordStatus.RELEASED for record in records) <= 1  # the claim in flight
     assert caplog.text.count("the database is unavailable") == 1
     assert "the database is back" in caplog.text
-    *again, outage = await store.outages.past(5)
+    *again, outage = await own_store.outages.past(5)
     assert {(item.dependency, item.held) for item in [*again, outage]} == {("the database", 0)}
     assert outage.ended_at is not None
     assert outage.ended_at > outage.began_at  # `again`: calls on connections that it left broken, 0 ms long
@@ -195,16 +197,16 @@ async def test_a_claim_whose_answer_was_lost_is_released_and_uses_up_no_attempt(
 
 
 async def test_a_sampler_that_starts_after_an_outage_leaves_leases_that_nobody_could_renew(
-    store: Store, mongo: EmbeddedMongo
+    own_store: Store, mongo: EmbeddedMongo
 ) -> None:
-    await store.tasks.load([task("a", slots=2)])
-    held = await store.claims.claim(split="train", owner="old", lease_seconds=1.0)
+    await own_store.tasks.load([task("a", slots=2)])
+    held = await own_store.claims.claim(split="train", owner="old", lease_seconds=1.0)
     assert held is not None
-    await store.records.create(held)
+    await own_store.records.create(held)
     signal_mongod(mongo, signal.SIGKILL)
     await expired_long_ago(1.0)
     await asyncio.to_thread(mongo.up)
-    run = RunConfig(run_name=store.run_name, db_connection_string=mongo.status().uri)
+    run = RunConfig(run_name=own_store.run_name, db_connection_string=mongo.status().uri)
     async with await open_store(run) as late:
         assert await late.expired_leases.reap("train", grace_seconds=600.0) == 0
         other = await late.claims.claim(split="train", owner="new", lease_seconds=600.0)
@@ -212,7 +214,7 @@ async def test_a_sampler_that_starts_after_an_outage_leaves_leases_that_nobody_c
         assert other.traj_id != held.traj_id
         assert await late.claims.claim(split="train", owner="new", lease_seconds=600.0) is None
         with retry_outages(60):
-            assert await store.claims.heartbeat([held], 600.0) == []
+            assert await own_store.claims.heartbeat([held], 600.0) == []
         found = await late.tasks.get("train/0/a")
         assert found is not None
         assert {slot.owner for slot in found.slots} == {"old", "new"}
@@ -222,7 +224,7 @@ async def test_a_sampler_that_starts_after_an_outage_leaves_leases_that_nobody_c
         await late.outages.add_past(
             "o/1", dependency=str(DATABASE), by="o", why="it hung", ago=0.0, seconds=60.0
         )
-        await store.claims.heartbeat([held], -1.0)
+        await own_store.claims.heartbeat([held], -1.0)
         assert await late.expired_leases.reap("train", grace_seconds=600.0) == 0
         assert await late.expired_leases.reap("train") == 1
 

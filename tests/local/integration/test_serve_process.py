@@ -7,8 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -34,9 +34,7 @@ from agentrl.weights.publish import publish_live
 from agentrl.weights.snapshot import WHOLE
 from agentrl.weights.tensor_checksums import TensorChecksum, weights_digest
 
-AGENTRL = (sys.executable, "-c", "import sys; from agentrl.cli.main import main; sys.exit(main())")
-
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240), pytest.mark.usefixtures("starts_warm")]
 
 
 def save_model(folder: Path, seed: int) -> Path:
@@ -49,29 +47,15 @@ def save_model(folder: Path, seed: int) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def mongo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = EmbeddedMongo(tmp_path_factory.mktemp("mongo"))
-    yield server.up().uri
-    server.down()
-
-
-@pytest.fixture
-async def store(mongo: str) -> AsyncIterator[Store]:
-    run = RunConfig(run_name=f"serve-{uuid.uuid4().hex[:8]}", db_connection_string=mongo)
-    async with await open_store(run) as store:
-        yield store
-
-
 Start = Callable[[], "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
-def start(store: Store, mongo: str, tmp_path: Path) -> Iterator[Start]:
+def start(store: Store, mongo_uri: str, tmp_path: Path) -> Iterator[Start]:
     """Starts the command, which serves a tiny model as version 0."""
     argv = [
-        *(*AGENTRL, "serve", "--engine", "local", "--run_name", store.run_name),
-        *("--db_connection_string", mongo, "--model_name_or_path", str(save_model(tmp_path / "base", 1))),
+        *(sys.executable, "-m", "agentrl", "serve", "--engine", "local", "--run_name", store.run_name),
+        *("--db_connection_string", mongo_uri, "--model_name_or_path", str(save_model(tmp_path / "base", 1))),
         *("--log_dir", str(tmp_path / "logs"), "--heartbeat_seconds", "0.2", "--max_total_tokens", "8192"),
         *("--weights_dir", str(tmp_path / "copies")),
     ]
@@ -241,24 +225,28 @@ async def test_it_follows_versions_in_a_trainers_memory_and_outlives_the_trainer
     await serves(late, newest + 2, 5)
 
 
-def run_serve(*arguments: str) -> subprocess.CompletedProcess[str]:
-    argv = [*AGENTRL, "serve", *arguments]
+def run_serve(run: RunConfig, model: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    argv = [
+        *(sys.executable, "-m", "agentrl", "serve", "--run_name", run.run_name),
+        *("--db_connection_string", str(run.db_connection_string), "--log_dir", run.log_dir),
+        *("--model_name_or_path", str(model), *more),
+    ]
     return subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
 
 
 async def test_the_port_of_another_runs_engine_is_refused(
-    store: Store, start: Start, mongo: str, tmp_path: Path
+    store: Store, start: Start, run_config: RunConfig, drop_later: Callable[[str], object], tmp_path: Path
 ) -> None:
     engine = await engine_when(store, start(), lambda s: s.status is ServiceStatus.READY)
-    other = RunConfig(run_name=f"serve-{uuid.uuid4().hex[:8]}", db_connection_string=mongo)
+    other = replace(run_config, run_name=f"{run_config.run_name}_other")
     async with await open_store(other) as second:
         await publish(second, save_model(tmp_path / "v7", 7), 7)
         done = await asyncio.to_thread(
-            run_serve,
-            *("--run_name", other.run_name, "--db_connection_string", mongo, "--log_dir", str(tmp_path)),
-            *("--port", engine.url.rpartition(":")[2], "--model_name_or_path", str(tmp_path / "base")),
+            run_serve, other, tmp_path / "base", "--port", engine.url.rpartition(":")[2]
         )
         assert await second.services.live(60.0) == []
+    drop_later(other.run_name)
     assert done.returncode == 2, done.stderr
     assert "is in use by process" in done.stderr
     async with EngineClient(engine.url, instance=engine.instance) as client:
@@ -266,23 +254,18 @@ async def test_the_port_of_another_runs_engine_is_refused(
         assert await client.instance() == engine.instance is not None
 
 
-def test_a_folder_that_is_no_model_ends_with_the_reason(mongo: str, tmp_path: Path) -> None:
-    done = run_serve(
-        *("--run_name", "serve-empty", "--db_connection_string", mongo, "--log_dir", str(tmp_path)),
-        *("--model_name_or_path", str(tmp_path)),
-    )
-    assert done.returncode == 2
-    assert "is not a model folder" in done.stderr
-
-
-@pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_an_engine_that_is_not_installed_ends_with_the_hint(
-    engine: str, mongo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        ("local", "is not a model folder"),
+        ("sglang", "bash scripts/setup_sglang.sh"),
+        ("vllm", "bash scripts/setup_vllm.sh"),
+    ],
+)
+def test_what_cannot_be_served_ends_with_the_reason(
+    engine: str, reason: str, run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"AGENTRL_{engine.upper()}_VENV", str(tmp_path))
-    done = run_serve(
-        *("--run_name", f"serve-{engine}", "--db_connection_string", mongo, "--log_dir", str(tmp_path)),
-        *("--model_name_or_path", str(tmp_path), "--engine", engine),
-    )
+    done = run_serve(run_config, tmp_path, "--engine", engine)
     assert done.returncode == 2
-    assert f"bash scripts/setup_{engine}.sh" in done.stderr
+    assert reason in done.stderr

@@ -15,7 +15,6 @@ from chat_models import KEEPS_ALL, write_model
 from test_sampling import task
 from tiny_policy import write_tiny_policy
 
-from agentrl.cli.evaluate import TryConfig
 from agentrl.config.load import Configs, parse
 from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
@@ -24,6 +23,7 @@ from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, TaskFileError
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import EngineProcess, engine_command, free_port
+from agentrl.local.cli.try_task import TryConfig
 from agentrl.local.mongod import EmbeddedMongo
 from agentrl.local.try_task import try_task
 from agentrl.store.client import Store

@@ -17,9 +17,8 @@ from transformers import (
     StableLmConfig,
 )
 
-from agentrl.cli.training import NOTHING_FITS
-from agentrl.cli.training import plan as main
 from agentrl.errors import AgentRLError
+from agentrl.local.cli.plan import NOTHING_FITS, main
 
 Plan = Callable[[Path, str], tuple[int, Any]]
 SIZES = {

@@ -27,7 +27,7 @@ from agentrl.screens.views.read import WholeTrajectory
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("quick")]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("quick", "starts_warm")]
 
 __all__ = ["quick"]
 

@@ -40,7 +40,7 @@ from agentrl.local.mongod import EmbeddedMongo
 from agentrl.screens.snapshot import SnapshotReader
 from agentrl.store.client import open_existing, open_store
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
 
 TASK = task_key("train", 0, "sum")
 RECORD = record_key(TASK, 0, 1)

@@ -16,6 +16,8 @@ from agentrl.documents.run import Evaluation
 from agentrl.screens.snapshot import SnapshotReader
 from agentrl.screens.tables import render_tables
 from agentrl.screens.trajectory_page import render_trajectory
+from agentrl.screens.views.counts import Details
+from agentrl.screens.views.read import Views
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -49,7 +51,7 @@ async def test_the_page_of_a_client_shows_its_branches_and_its_reward(store: Sto
         await ask(question, said[0], {"role": "user", "content": "more"}, said[1], question)
         reward = {"score": 0.75, "call_rewards": {first.id: 0.5}}
         assert (await client.post(f"{end.root_url}/reward", json=reward)).is_success
-    trajectory = await store.views.whole_trajectory(run.claim.record_id)
+    trajectory = await Views(store.connection).whole_trajectory(run.claim.record_id)
     assert trajectory is not None
     page = printed(render_trajectory(trajectory))
     assert "train rule main: it chooses 3 of 5 model calls" in page
@@ -73,7 +75,7 @@ async def test_the_state_of_a_run_shows_environments_and_evaluations(store: Stor
     )  # fmt: skip
     await store.evaluations.begin(evaluation)
     reader = SnapshotReader(store)
-    page = printed(render_tables(await reader.read(10.0), await store.details.read()))
+    page = printed(render_tables(await reader.read(10.0), await Details(store.connection).read()))
     (environment,) = (line.split() for line in page.splitlines() if "number_game" in line)
     assert environment == ["train", "number_game", "1", "0", "0", "–", "–"]
     (shown,) = (line.split() for line in page.splitlines() if "eval-held_out" in line)

@@ -75,14 +75,14 @@ async def test_only_new_steps_are_read_until_a_step_is_undone(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await run.build(store, tmp_path / "weights")
-    steps, read = store.views.steps, []
+    reader, read = SnapshotReader(store), []
+    steps = reader._views.steps
 
     async def counting(**query: Any) -> Any:
         read.append(found := await steps(**query))
         return found
 
-    monkeypatch.setattr(store.views, "steps", counting)
-    reader = SnapshotReader(store)
+    monkeypatch.setattr(reader._views, "steps", counting)
     assert [row.id for row in await reader.steps()] == [run.STEP]
     first = await store.database["TrainStep"].find_one({"_id": run.STEP})
     assert first is not None

@@ -11,7 +11,7 @@ from docs_pages import DOCS, blocks, write_files
 from served_engine import Served, serve_locally
 from unmoved.train_dump import make_model
 
-from agentrl.cli.evaluate import try_task
+from agentrl.local.cli.try_task import main as try_task
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
 

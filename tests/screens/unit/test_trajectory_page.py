@@ -8,7 +8,7 @@ from typing import Any
 import snapshots as documents
 from snapshots import printed, rows
 
-from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.model_call import BrowseCall, Condensed, DispatchedSamplingTask
 from agentrl.documents.record import CommandRun, Ending, Failure, HarnessRun, Record, ReportedReward
 from agentrl.documents.status import CallStatus, RecordStatus, StopReason
 from agentrl.screens.trajectory_page import render_rows, render_trajectory
@@ -118,6 +118,17 @@ def test_a_trajectory_of_a_client_shows_branches_roles_and_rewards() -> None:
     assert rows(page, "2 ")[-1] == ["2", "1", "3", "main", "yes", "and", "now"]
     assert "context was reset" not in page
     assert page.count("role critic") == 2, "once in the title of its turn, and in the list of branches"
+
+
+def test_a_condensed_result_says_by_whom() -> None:
+    first, *rest = documents.two_turns()
+    asked = BrowseCall(model="a", reply="short", seconds=0.5)
+    condensed = Condensed(
+        purpose="find", original="long", chars=9000, tokens=2072, calls=(asked,), result="short"
+    )
+    executions = tuple(replace(each, condensed=condensed) for each in first.tool_executions)
+    page = page_of(documents.record(), replace(first, tool_executions=executions), *rest)
+    assert "condensed from 2,072 tokens by a" in page
 
 
 def test_records_are_listed_with_their_reasons() -> None:

@@ -136,14 +136,14 @@ def paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 async def test_what_the_gateway_saw_is_trained_and_scored_by_the_environment(
     store: Store, run_config: RunConfig
 ) -> None:
-    await load(store, run_config, 'env:verifiers?id=sums&args={"taskset": {"count": 5}}&skip=2', group=2)
-    assert [task.query for task in await tasks_of(store)] == ["2 + 0 = ?", "3 + 0 = ?", "4 + 0 = ?"]
+    await load(store, run_config, 'env:verifiers?id=sums&args={"taskset": {"count": 4}}&skip=2', group=2)
+    assert [task.query for task in await tasks_of(store)] == ["2 + 0 = ?", "3 + 0 = ?"]
     engine = ScriptedEngine(format_of(), right_or_not)
     async with opened(store, engine) as worker:
         records = await run_all(store, worker)
     rules = GroupConfig(min_score_spread=0.0, drop_zero_advantage=False)
-    assert await GroupFinalizer(store, rules, split="train", seed=0).run_waiting() == 3
-    assert [record.score for record in records] == [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    assert await GroupFinalizer(store, rules, split="train", seed=0).run_waiting() == 2
+    assert [record.score for record in records] == [0.0, 0.0, 1.0, 1.0]
     assert {record.score_details["metrics"]["length"] for record in records} == {1.0, 2.0}
     assert all(record.score_details["metrics"]["right"] == record.score for record in records)
     found = await store.database["DBRecordData"].find({}).to_list()

@@ -7,7 +7,6 @@ import asyncio
 
 from agentrl.config.load import CommandParser, Configs, group_of
 from agentrl.config.schema import ClaimConfig, RunConfig, TaskConfig
-from agentrl.screens.cli.runs import confirm
 
 
 def main(argv: list[str]) -> int:
@@ -62,6 +61,7 @@ async def retract(arguments: argparse.Namespace) -> int:
     """Withdraw, and print what and where it went; return the exit code."""
     from agentrl.lab.retract import RetractFlags
     from agentrl.lab.retract import retract as withdraw
+    from agentrl.observe.terminal import confirm
 
     groups = (RunConfig, ClaimConfig, TaskConfig, RetractFlags)
     return await withdraw(Configs([group_of(group, arguments) for group in groups]), confirm)

@@ -138,6 +138,7 @@ async def _read(
 async def _run(store: Store, configs: Configs, names: list[str]) -> _Answer:
     from agentrl.screens.snapshot import SnapshotReader, stated_alive_seconds
     from agentrl.screens.tables import render_tables, tables_json
+    from agentrl.screens.views.counts import Details
 
     reader = SnapshotReader(store)
     run = await reader.read(stated_alive_seconds(configs))
@@ -146,21 +147,22 @@ async def _run(store: Store, configs: Configs, names: list[str]) -> _Answer:
             f"run {store.run_name!r} is empty",
             hint="check --run_name; `agentrl tasks load FILE.jsonl` fills a new run",
         )
-    details = await store.details.read()
+    details = await Details(store.connection).read()
     return tables_json(run, details), render_tables(run, details)
 
 
 async def _record(store: Store, configs: Configs, names: list[str]) -> _Answer:
     from agentrl.observe.terminal import clean
     from agentrl.screens.trajectory_page import render_trajectory
+    from agentrl.screens.views.read import Views
 
-    wanted = names[0]
-    found = await store.views.matching_trajectories(wanted, _MATCHES_SHOWN + 1)
+    wanted, views = names[0], Views(store.connection)
+    found = await views.matching_trajectories(wanted, _MATCHES_SHOWN + 1)
     if len(found) > 1:
         ids = ", ".join(clean(record_id) for record_id in found[:_MATCHES_SHOWN])
         more = ", …" if len(found) > _MATCHES_SHOWN else ""
         raise ConfigError(f"{wanted!r} fits several Records: {ids}{more}", hint="give more of the id")
-    trajectory = await store.views.whole_trajectory(found[0]) if found else None
+    trajectory = await views.whole_trajectory(found[0]) if found else None
     if trajectory is None:
         raise ConfigError(
             f"run {store.run_name!r} has no Record whose id begins or ends with {wanted!r}",
@@ -189,7 +191,13 @@ async def _records(store: Store, configs: Configs, names: list[str]) -> _Answer:
 async def _search(store: Store, flags: RecordsFlags) -> tuple[list[TrajectoryRow], bool]:
     """Return up to ``--limit`` rows, and whether every Record was searched or the limit reached."""
     from agentrl.observe.progress import progress
-    from agentrl.screens.views.trajectories import MAX_PAGE, Bounds, TrajectoryFilter, TrajectoryOrder
+    from agentrl.screens.views.trajectories import (
+        MAX_PAGE,
+        Bounds,
+        TrajectoryFilter,
+        TrajectoryOrder,
+        TrajectorySearch,
+    )
 
     fields = {name: value for name, value in flags.given.items() if not name.endswith("_score")}
     wanted = TrajectoryFilter(score=Bounds(flags.min_score, flags.max_score), **fields)
@@ -197,7 +205,7 @@ async def _search(store: Store, flags: RecordsFlags) -> tuple[list[TrajectoryRow
     after, until = None, time.monotonic() + _SEARCH_SECONDS
     with progress("searching trajectories") as bar:
         while True:
-            page = await store.trajectories.page(
+            page = await TrajectorySearch(store.connection).page(
                 wanted, order=TrajectoryOrder(flags.order), after=after,
                 limit=min(MAX_PAGE, flags.limit - len(rows)),
             )  # fmt: skip
@@ -211,9 +219,9 @@ async def _search(store: Store, flags: RecordsFlags) -> tuple[list[TrajectoryRow
 
 
 async def _curve(store: Store, configs: Configs, names: list[str]) -> _Answer:
-    from agentrl.screens.plotting import committed_values, metric_names, plot_curve, plot_metrics
+    from agentrl.observe.plotting import committed_values, metric_names, plot_curve, plot_metrics
 
-    steps = await store.views.steps()
+    steps = await store.steps.metrics()
     known = metric_names(steps)
     for name in names:
         if name not in known:

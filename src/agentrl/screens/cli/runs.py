@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
-import sys
 from typing import Final
 
 from agentrl.config.load import CommandParser, group_of
 from agentrl.config.schema import EngineConfig, RunConfig
-from agentrl.errors import ConfigError
 
 _ACTIONS: Final = ("rm", "rename", "tag", "note")
 _CHANGE: Final = re.compile(r"\+.*|-(?!h$)[^-].*", re.DOTALL)
@@ -64,7 +62,7 @@ async def list_runs(arguments: argparse.Namespace) -> int:
     """Print a row per run, those with the latest activity first."""
     from agentrl.observe.terminal import print_json, stdout_console, to_json
     from agentrl.screens.status_screen import render_run_list
-    from agentrl.screens.views.runs import Runs, connect_server
+    from agentrl.store.runs import Runs, connect_server
 
     connection = await connect_server(_run_config(arguments))
     try:
@@ -90,6 +88,7 @@ async def rm_runs(arguments: argparse.Namespace) -> int:
 async def _remove_unfinished(run: RunConfig, arguments: argparse.Namespace) -> bool:
     """Return whether the database holds what an import or a fork left, and no run; delete it if asked."""
     from agentrl.lab.runs import RunAdmin
+    from agentrl.observe.terminal import confirm
     from agentrl.store.client import open_connection
 
     connection = await open_connection(run)
@@ -110,6 +109,7 @@ async def _remove_unfinished(run: RunConfig, arguments: argparse.Namespace) -> b
 
 async def _remove(run: RunConfig, arguments: argparse.Namespace) -> None:
     from agentrl.lab.runs import RunAdmin
+    from agentrl.observe.terminal import confirm
     from agentrl.store.client import open_existing
 
     async with await open_existing(run) as store:
@@ -140,14 +140,6 @@ async def rename_run(arguments: argparse.Namespace) -> int:
         )
     print(f"{old} → {new}" + "".join(f", folder {folder}" for folder in folders if folder.exists()))
     return 0
-
-
-def confirm(what: str) -> bool:
-    """Ask on the terminal whether to delete ``what``. Raises ConfigError without a terminal."""
-    if not sys.stdin.isatty():
-        raise ConfigError(f"nobody can be asked whether to delete {what}", hint="give --yes")
-    print(f"delete {what}? [y/N] ", end="", flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 async def tag_run(arguments: argparse.Namespace) -> int:

@@ -23,10 +23,10 @@ from agentrl.config.schema import RunConfig
 from agentrl.errors import AgentRLError
 from agentrl.screens.dashboard.render import THEME_COOKIE
 from agentrl.screens.snapshot import Cache, SnapshotReader
-from agentrl.screens.views.runs import Runs, RunSummary, connect_server
 from agentrl.store.client import Store, open_existing
 from agentrl.store.mechanics.change_stream import WATCHED
 from agentrl.store.mechanics.connection import Connection
+from agentrl.store.runs import Runs, RunSummary, connect_server
 
 Page = Callable[[Request], Coroutine[Any, Any, Response]]
 

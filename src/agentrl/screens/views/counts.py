@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
-from pymongo.asynchronous.database import AsyncDatabase
-from pymongo.errors import OperationFailure
-
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import TRAINED, DataStatus, RecordStatus, TaskStatus
 from agentrl.scoring.groups import FAILED
@@ -20,6 +17,7 @@ from agentrl.screens.views.read import Views
 from agentrl.screens.views.scores import Versions
 from agentrl.store.epochs import ORDER
 from agentrl.store.mechanics.connection import DATA, RECORD, TASK, Json, Repository, database_call
+from agentrl.store.runs import Disk, read_disk
 
 RATE_SECONDS = 300.0
 """Rates are those of the trajectories that were begun within this time."""
@@ -54,15 +52,6 @@ class Rates:
     def per_minute(self) -> float:
         """Scored trajectories per minute."""
         return 60.0 * self.scored / self.seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Disk:
-    """Sizes in bytes: the run's database, and the file system of the server; None if they may not be read."""
-
-    run: int | None = None
-    free: int | None = None
-    total: int | None = None
 
 
 class Counts(Repository):
@@ -188,20 +177,6 @@ def _by_split(numbers: Mapping[tuple[Any, ...], int]) -> dict[str, dict[str, int
     for (split, status), number in numbers.items():
         counts[split][status] = number
     return dict(counts)
-
-
-async def read_disk(database: AsyncDatabase[Json]) -> Disk:
-    """Return the sizes of a database and of its server's file system; without the right, none."""
-    try:
-        stats = await database.command("dbStats")
-    except OperationFailure:
-        return Disk()
-    total, used = stats.get("fsTotalSize"), stats.get("fsUsedSize")
-    return Disk(
-        run=int(stats.get("totalSize", stats["storageSize"])),
-        free=None if total is None or used is None else int(total - used),
-        total=None if total is None else int(total),
-    )
 
 
 _LAST_STEPS = 10

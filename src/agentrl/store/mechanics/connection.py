@@ -11,8 +11,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
 import pymongo
@@ -31,11 +31,11 @@ from pymongo.read_preferences import ReadPreference
 from pymongo.uri_parser import parse_uri
 from pymongo.write_concern import WriteConcern
 
+from agentrl.base.registry import Registry
 from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.documents.base import Document, follow_clock
 from agentrl.documents.run import SCHEMA
 from agentrl.errors import RunMissingError, StoreError, StoreUnavailableError
-from agentrl.local.mongod import disk_problem
 from agentrl.store.mechanics.retry import ENCODING_ERRORS, OutageLog, retry_while_unavailable, store_error
 
 TASK: Final = "Task"
@@ -244,15 +244,32 @@ def context_with_turn() -> Context:
     return context
 
 
+@dataclass(frozen=True)
+class LocalServer:
+    """A running server that was found by its folder on this machine."""
+
+    uri: str
+    explain: Callable[[], StoreError | None]
+    """Says why the server fails, if its folder shows it: its disk may be full."""
+
+
+DATABASE_SERVERS: Registry[Callable[[str], LocalServer]] = Registry(
+    "database server", group="agentrl.database_servers", built_in=("agentrl.local.mongod",)
+)
+"""Name → what finds the running server of a folder; ``embedded`` is asked where no URI is given."""
+
+
 class Connection:
     """A client whose operations each take at most ``timeout`` seconds.
 
     Writes are journaled by a majority of the replica set. Reads return only what a majority has, so that the
     loss of a primary never undoes what was read. ``host`` is the address without credentials: it is safe to
-    show. ``folder`` is that of the embedded server, whose full disk errors then name.
+    show. ``explain`` returns what is known of an outage, such as a full disk, and errors then name it.
     """
 
-    def __init__(self, uri: str, database: str, timeout: float, folder: Path | None = None) -> None:
+    def __init__(
+        self, uri: str, database: str, timeout: float, explain: Callable[[], StoreError | None] | None = None
+    ) -> None:
         self.timeout = timeout
         self.outage = OutageLog()
         self.opened_at = time.monotonic()
@@ -260,7 +277,7 @@ class Connection:
         """Checked before each write of a process that works on an existing run."""
         self._turns = Turns(_TURNS)
         self.host = _host(uri)
-        self._folder = folder
+        self._explain = explain
         milliseconds = max(1, int(timeout * 1000))
         try:
             self.client: AsyncMongoClient[Json] = AsyncMongoClient(
@@ -338,8 +355,8 @@ class Connection:
     def error(self, doing: str, error: PyMongoError) -> StoreError:
         """Return the StoreError for a driver error that was raised while ``doing``."""
         failure = store_error(doing, error, self.host, self.timeout)
-        if self._folder is not None and isinstance(failure, StoreUnavailableError):
-            problem = disk_problem(self._folder)
+        if self._explain is not None and isinstance(failure, StoreUnavailableError):
+            problem = self._explain()
             if problem is not None:
                 return StoreUnavailableError(f"{doing}: {problem.message}", hint=problem.hint)
         return failure

@@ -24,7 +24,7 @@ from agentrl.documents.model_call import unpack_ids
 from agentrl.documents.record import GatewayCallStatus
 from agentrl.store.client import Store
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "1+2?"}], "stream": True}
 START_SECONDS = 90
@@ -103,6 +103,8 @@ async def test_the_successor_of_a_killed_gateway_answers_its_call_once(
                 with pytest.raises(httpx2.TransportError):
                     await lost
             assert await run.calls() == []
+            soon = {"$set": {"expires_at": {"$add": ["$$NOW", 1000]}}}  # milliseconds, in place of 15 s
+            await store.database["GatewayCall"].update_many({}, [soon])
             async with gateway(run_config, model, port):  # it waits for the end of the killed one's lease
                 texts, again = await asyncio.gather(texts_of(url), texts_of(url))
     assert "".join(texts) == "".join(again) == "1+2=3"

@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 import pytest
 from ready_data import ready_data, statuses
 
+from agentrl.base.processes import ProcessIdentity
 from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
-from agentrl.documents.run import FileChecksum, LiveShare, LiveWeights, PolicyVersion, ProcessIdentity
+from agentrl.documents.run import FileChecksum, LiveShare, LiveWeights, PolicyVersion
 from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, StepStatus, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainStep
@@ -188,6 +189,18 @@ async def test_steps_plan_commit_and_revert(store: Store) -> None:
         await store.steps.commit("a/3", {}, [three])
     await store.steps.plan(make_step(2, [two, three], attempt="b"))
     assert [step.step for step in await store.steps.find(status=StepStatus.PLANNED)] == [2]
+
+
+async def test_metrics_are_the_finite_numbers_of_committed_steps_in_order(store: Store) -> None:
+    stored = {"loss": 0.5, "tokens": 7, "kl_k3": float("nan"), "is_last": True, "losses": [0.5]}
+    for number in (1, 2, 3):
+        await store.steps.plan(make_step(number, []))
+        await store.steps.commit(f"a/{number}", stored if number == 2 else {}, [])
+    await store.steps.plan(make_step(4, []))
+    assert await store.steps.metrics() == {1: {}, 2: {"loss": 0.5, "tokens": 7.0}, 3: {}}
+    assert list(await store.steps.metrics(last=2)) == [2, 3]
+    await store.steps.revert_after(1)
+    assert list(await store.steps.metrics()) == [1]
 
 
 async def test_a_group_is_counted_by_one_step_even_if_it_is_seen_late(store: Store) -> None:

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.base.processes import identify
-from agentrl.documents.run import PolicyVersion, ProcessIdentity
+from agentrl.base.processes import ProcessIdentity, identify
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import TrainerEnd
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError

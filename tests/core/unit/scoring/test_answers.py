@@ -8,8 +8,10 @@ import pytest
 from made_documents import made_task
 
 from agentrl.documents.task_json import BadTaskError
-from agentrl.errors import ConfigError
+from agentrl.environments.session import names_of
+from agentrl.errors import ConfigError, ScorerError
 from agentrl.scoring.answers import extract_answer, require_readable
+from agentrl.scoring.scorers import SCORERS, scorer
 
 
 @pytest.mark.parametrize(
@@ -71,3 +73,29 @@ def test_a_scorer_that_compares_needs_an_answer(scorer: str) -> None:
 @pytest.mark.parametrize("scorer", ["agentcpm", "asearcher", "rubric", "format", "feedback"])
 def test_a_judge_needs_no_answer(scorer: str) -> None:
     require_readable(made_task(scorer=scorer))
+
+
+def holds_tests(answer: object) -> None:
+    if not isinstance(answer, list):
+        raise ScorerError("the answer holds no tests", hint="give a list")
+
+
+def test_a_scorer_says_what_it_reads_in_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SCORERS, "_registered", dict(SCORERS.known()))
+
+    @scorer("tested", check_answer=holds_tests, names_in_answer=lambda answer: ["image(x)"])
+    def tested(answer: str, truth: dict[str, object]) -> float:
+        return 1.0
+
+    for name in ("tested", "0.5*format + 0.5*tested"):
+        require_readable(made_task(scorer=name, answer=["1"]))
+        assert names_of(made_task(scorer=name, answer=["1"])) == {"image(x)"}
+        with pytest.raises(BadTaskError, match=r"scorer tested: the answer holds no tests\n.*give a list"):
+            require_readable(made_task(scorer=name, answer="1"))
+    assert names_of(made_task(scorer="format", answer=["1"])) == frozenset()
+
+
+def test_a_scorer_that_nobody_has_allowed_is_not_imported_to_ask_it() -> None:
+    task = made_task(scorer="this.module:exits", answer="1")
+    require_readable(task)
+    assert names_of(task) == {"this.module:exits"}

@@ -33,7 +33,7 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.config.training import SFTConfig
-from agentrl.data.freshness import Freshness
+from agentrl.data.freshness import Freshness, freshness_of
 from agentrl.distributed.mesh import plan_layout
 from agentrl.documents.model_call import pack_floats, pack_ids, unpack_ids
 from agentrl.documents.record import TokenColumns
@@ -44,7 +44,6 @@ from agentrl.losses.settings import IDLE_RULES, check_loss
 from agentrl.train.build import build_trainer
 from agentrl.train.optimizer import build_optimizer, build_scheduler
 from agentrl.train.sft import fine_tune
-from agentrl.train.source import freshness_of
 from agentrl.train.step import PolicyTrainer
 
 LOOPS: Mapping[str, Any] = {"num_epochs_per_batch": 2, "mini_batches": 2}

@@ -7,9 +7,9 @@ from datetime import timedelta
 
 import pytest
 
-from agentrl.base.processes import identify
+from agentrl.base.processes import ProcessIdentity, identify
 from agentrl.documents.base import now, plain
-from agentrl.documents.run import SCHEMA, Maker, ProcessIdentity
+from agentrl.documents.run import SCHEMA, Maker
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.lab.runs import RunAdmin
 from agentrl.lab.transfer import Making, make_run

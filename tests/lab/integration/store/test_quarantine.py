@@ -25,6 +25,8 @@ from agentrl.lab.cli.db import check_options
 from agentrl.screens.snapshot import SnapshotReader
 from agentrl.screens.tables import render_tables
 from agentrl.screens.trajectory_page import render_rows
+from agentrl.screens.views.counts import Details
+from agentrl.screens.views.read import Views
 from agentrl.store.client import Store
 from agentrl.store.mechanics import blobs
 
@@ -86,8 +88,8 @@ async def test_one_bad_datum_is_set_aside_and_the_rest_of_its_group_is_trained(
     report = await Checks(store.connection).run(OPTIONS)
     assert [str(violation.problem) for violation in report.violations] == []
     reader = SnapshotReader(store)
-    assert why in shown(render_tables(await reader.read(), await store.details.read()))
-    assert "quarantined: " in shown(render_rows(await store.views.trajectories(limit=20)))
+    assert why in shown(render_tables(await reader.read(), await Details(store.connection).read()))
+    assert "quarantined: " in shown(render_rows(await Views(store.connection).trajectories(limit=20)))
     trajectory = await store.database["audit_trajectories"].find_one({"_id": BAD})
     assert trajectory is not None
     assert why in trajectory["quarantined_because"]

@@ -21,8 +21,8 @@ from agentrl.documents.base import now
 from agentrl.documents.run import PolicyVersion
 from agentrl.errors import ConfigError, LeaseLostError, RunMissingError, StoreError
 from agentrl.lab.runs import Rename
-from agentrl.screens.views.runs import Runs
 from agentrl.store.client import Store, open_connection, open_existing, run_exists
+from agentrl.store.runs import Runs
 
 pytestmark = pytest.mark.integration
 

@@ -216,12 +216,12 @@ async def test_a_call_that_is_killed_is_finished_by_the_next(
     assert len(await retractions.unfinished()) == 1
     assert any("an unfinished one" in problem for problem in await violations(store))
     with pytest.raises(StoreError, match="still holds what ann withdrew"):
-        await retractions.require_deleted()
+        await store.withdrawals.require_deleted()
     assert await agentrl_retract(run_config) == 0
     said = capsys.readouterr().out
     assert "weights      from step 1 on" in said
     assert "the weights from step 1 on were trained with it" in said
-    await retractions.require_deleted()
+    await store.withdrawals.require_deleted()
     for key in (FIRST, TRAINED):
         assert await mentions(store, key) == {"Tombstone": 1}
     assert await violations(store) == []
@@ -283,7 +283,7 @@ async def test_logs_and_exports_of_a_killed_call_are_left_for_the_next(
         with pytest.raises(KeyboardInterrupt):
             await agentrl_retract(run_config, "--record", FIRST, "--archive", str(archive))
     assert any("an unfinished one" in problem for problem in await violations(store))
-    await Retractions(store.connection).require_deleted()  # a trainer may go on
+    await store.withdrawals.require_deleted()  # a trainer may go on
     assert await agentrl_retract(run_config) == 1
     assert f"{archive} still holds it: give it by --archive" in capsys.readouterr().out
     assert await agentrl_retract(run_config, "--archive", str(archive)) == 0
@@ -319,7 +319,7 @@ async def test_only_weights_that_hold_it_are_deleted(
         with pytest.raises(KeyboardInterrupt):
             await agentrl_retract(run_config, "--rebuild", "--output_dir", str(tmp_path))
     with pytest.raises(StoreError, match="still holds what"):
-        await Retractions(store.connection).require_deleted()
+        await store.withdrawals.require_deleted()
     assert await agentrl_retract(run_config, "--output_dir", str(tmp_path)) == 0
     assert sorted(path.name for path in weights.iterdir()) == ["v000000", "v000002"]
     assert [step.id for step in await store.steps.find()] == [again.id]

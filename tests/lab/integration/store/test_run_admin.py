@@ -22,9 +22,9 @@ from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.errors import ConfigError, RunMissingError, StoreError
 from agentrl.lab import runs as admin_runs
 from agentrl.screens.cli import runs
-from agentrl.screens.views.runs import Runs
 from agentrl.store.client import Store, open_existing, open_store, run_exists
 from agentrl.store.mechanics.connection import SETTLE_SECONDS
+from agentrl.store.runs import Runs
 
 pytestmark = pytest.mark.integration
 

@@ -20,7 +20,7 @@ from agentrl.lab.cli import db
 from agentrl.lab.cli.db import check_options
 from agentrl.lab.regroup import NewScore, Reopening, Rescoring
 from agentrl.rollout.housekeeping import GroupFinalizer
-from agentrl.screens.views.counts import GroupCount
+from agentrl.screens.views.counts import Details, GroupCount
 from agentrl.store.claims import GroupAdmission, Needs
 from agentrl.store.client import Store, open_store
 from agentrl.store.epochs import PASS_RATE, Selection
@@ -78,7 +78,7 @@ async def test_a_task_with_spread_is_begun_again_before_the_next_unknown_one(sto
     assert copy.begun.ease < 0
     places = await store.tasks.sort_keys(["train/0/4", "train/1/1", "train/0/0"])
     assert sorted(places, key=places.__getitem__) == ["train/0/0", "train/1/1", "train/0/4"]
-    assert await store.details.groups() == [
+    assert await Details(store.connection).groups() == [
         GroupCount(by="order", groups=6, abandoned_groups=5, trajectories=12, trained=2, pass_rate=11 / 12),
         GroupCount(by="pass_rate", groups=2, abandoned_groups=0, trajectories=4, trained=4, pass_rate=0.5),
     ]

@@ -15,6 +15,7 @@ from agentrl.documents.model_call import pack_halves
 from agentrl.documents.training import DBRecordData, TokenSpan, TokenStatistics, statistics_key
 from agentrl.lab.retention import Retention
 from agentrl.lab.transfer import Transfer
+from agentrl.screens.views.read import TokenReads
 from agentrl.store.client import Store, open_connection
 
 pytestmark = pytest.mark.integration
@@ -44,7 +45,8 @@ async def test_values_are_read_at_their_tokens_for_the_steps_that_count(store: S
     await store.training.put_token_statistics([item])
     undone = replace(item, id=statistics_key(item.record, "0/1"), train_step="0/1")
     await store.training.put_token_statistics([undone])
-    read = await store.tokens.trajectory(TRAINED)
+    reads = TokenReads(store.connection)
+    read = await reads.trajectory(TRAINED)
     assert read is not None
     first, second = read.calls
     assert list(first.values) == [1]
@@ -52,11 +54,11 @@ async def test_values_are_read_at_their_tokens_for_the_steps_that_count(store: S
     assert second.values[1].entropies.tolist() == [2.0, 2.25, 2.5, 2.75]
 
     await store.training.put_token_statistics([statistics(await data_of(store), spans=1)])
-    read = await store.tokens.trajectory(TRAINED)
+    read = await reads.trajectory(TRAINED)
     assert read is not None
     assert read.calls[0].values[1].log_ratios.tolist() == [0.0, 0.25, 0.5, 0.75]
     assert np.isnan(read.calls[1].values[1].entropies).all()
-    other = await store.tokens.trajectory(f"{run.READY}/1/1")
+    other = await reads.trajectory(f"{run.READY}/1/1")
     assert other is not None
     assert [call.values for call in other.calls] == [{}, {}]
 
@@ -68,14 +70,15 @@ async def test_a_reverted_step_shows_no_values_and_a_check_finds_values_that_do_
     item = statistics(await data_of(store))
     await store.training.put_token_statistics([replace(item, log_ratios=b"\0" * 6)])
     assert "8 tokens have [6, 16] packed bytes" in str(await violations(store))
-    read = await store.tokens.trajectory(TRAINED)
+    reads = TokenReads(store.connection)
+    read = await reads.trajectory(TRAINED)
     assert read is not None
     assert read.calls[0].values == {}
     await store.training.put_token_statistics([item])
     assert await store.steps.revert_after(0) == 1
     await store.policy_versions.withdraw_after(0)
     assert await violations(store) == []
-    read = await store.tokens.trajectory(TRAINED)
+    read = await reads.trajectory(TRAINED)
     assert read is not None
     assert read.calls[0].values == {}
 

@@ -14,8 +14,8 @@ from test_run_pages import opened, page
 from agentrl.config.schema import RunConfig
 from agentrl.screens.snapshot import SnapshotReader
 from agentrl.screens.status_screen import render_run_list, render_run_status
-from agentrl.screens.views.runs import Runs
 from agentrl.store.client import Store
+from agentrl.store.runs import Runs
 
 pytestmark = pytest.mark.integration
 

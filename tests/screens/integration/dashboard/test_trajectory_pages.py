@@ -18,6 +18,7 @@ from agentrl.documents.model_call import pack_halves
 from agentrl.documents.training import TokenSpan, TokenStatistics, statistics_key
 from agentrl.screens.dashboard.query import FIELDS
 from agentrl.screens.dashboard.serve import DashboardOptions, create_app
+from agentrl.screens.views.counts import Counts
 from agentrl.store.client import Store
 from agentrl.store.gateways import Labels
 
@@ -105,7 +106,7 @@ async def test_no_hostile_address_is_an_error_of_the_server(client: httpx2.Async
 async def test_what_a_step_trained_is_called_trained_on_every_screen(
     client: httpx2.AsyncClient, store: Store
 ) -> None:
-    counts = (await store.counts.records())["train"]
+    counts = (await Counts(store.connection).records())["train"]
     assert (counts["trained"], counts["ready"]) == (2, 2)
     assert f'status=trained">{counts["trained"]}</a>' in await page(
         client, f"http://127.0.0.1/runs/{store.run_name}"

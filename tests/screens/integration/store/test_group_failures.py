@@ -20,6 +20,7 @@ from agentrl.rollout.housekeeping import ATTEMPTS, GroupFinalizer
 from agentrl.scoring.groups import ScoredGroup, group_filter
 from agentrl.screens.snapshot import SnapshotReader
 from agentrl.screens.tables import render_tables
+from agentrl.screens.views.counts import Details
 from agentrl.store import groups
 from agentrl.store.client import Store
 from agentrl.store.groups import GroupOutcome, StoredGroup
@@ -86,7 +87,7 @@ async def test_the_others_go_on_and_the_bad_one_is_given_up_and_taken_up_again(
 
     console = Console(width=200)
     reader = SnapshotReader(store)
-    console.print(render_tables(await reader.read(), await store.details.read()))
+    console.print(render_tables(await reader.read(), await Details(store.connection).read()))
     assert "ZeroDivisionError" in capsys.readouterr().out
     assert await agentrl_db(run_config, "reopen", "--failure_kind", "group") == 0
     assert "1 groups that could not be finalized" in capsys.readouterr().out

@@ -18,6 +18,7 @@ from agentrl.losses.settings import LossSettings
 from agentrl.observe.begin_run import begin_run
 from agentrl.screens.snapshot import SnapshotReader
 from agentrl.screens.tables import render_tables
+from agentrl.screens.views.counts import Details
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -176,7 +177,7 @@ async def test_the_flags_of_each_role_are_kept_without_secrets_and_shown(store: 
     console = Console(width=160, record=True, file=None)
     with console.capture() as shown:
         reader = SnapshotReader(store)
-        console.print(render_tables(await reader.read(), await store.details.read()))
+        console.print(render_tables(await reader.read(), await Details(store.connection).read()))
     assert "Begun with" in shown.get()
     assert "learning_rate 0.5" in shown.get()
     assert "Configuration" in shown.get()

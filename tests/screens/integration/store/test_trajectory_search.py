@@ -12,7 +12,7 @@ from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus
 from agentrl.errors import ConfigError, StoreError
 from agentrl.screens.views import trajectories
-from agentrl.screens.views.trajectories import Bounds, TrajectoryFilter, TrajectoryOrder
+from agentrl.screens.views.trajectories import Bounds, TrajectoryFilter, TrajectoryOrder, TrajectorySearch
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -29,9 +29,10 @@ async def filled(store: Store, tmp_path: Path) -> Store:
 
 
 async def ids(store: Store, wanted: TrajectoryFilter) -> set[str]:
-    page = await store.trajectories.page(wanted)
+    search = TrajectorySearch(store.connection)
+    page = await search.page(wanted)
     assert page.after is None
-    assert await store.trajectories.count(wanted) in (None, len(page.rows))
+    assert await search.count(wanted) in (None, len(page.rows))
     return {row.id for row in page.rows}
 
 
@@ -66,13 +67,14 @@ async def test_each_filter_selects_what_it_names(filled: Store) -> None:
 
 @pytest.mark.parametrize("order", list(TrajectoryOrder))
 async def test_pages_hold_every_row_once_in_order(filled: Store, order: TrajectoryOrder) -> None:
-    whole = (await filled.trajectories.page(TrajectoryFilter(), order=order)).rows
+    search = TrajectorySearch(filled.connection)
+    whole = (await search.page(TrajectoryFilter(), order=order)).rows
     name, direction = order.key
     keys = [(getattr(row, name), row.id) for row in whole]
     assert keys == sorted(keys, reverse=direction < 0)
     found, after = [], None
     while True:
-        page = await filled.trajectories.page(TrajectoryFilter(), order=order, limit=3, after=after)
+        page = await search.page(TrajectoryFilter(), order=order, limit=3, after=after)
         found += [row.id for row in page.rows]
         if (after := page.after) is None:
             break
@@ -80,13 +82,14 @@ async def test_pages_hold_every_row_once_in_order(filled: Store, order: Trajecto
 
 
 async def test_a_search_goes_on_where_its_time_ended(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = TrajectorySearch(filled.connection)
     monkeypatch.setattr(trajectories, "_FIRST_WINDOW", 2)
     monkeypatch.setattr(trajectories, "_LARGEST_WINDOW", 2)
     found: list[str] = []
     after, searched = None, 0
     monkeypatch.setattr(trajectories, "SEARCH_SECONDS", 0.0)
     while True:
-        page = await filled.trajectories.page(TrajectoryFilter(text="no more"), after=after)
+        page = await search.page(TrajectoryFilter(text="no more"), after=after)
         assert page.searched in (0, 2)
         searched += page.searched or 0
         found += [row.id for row in page.rows]
@@ -97,25 +100,28 @@ async def test_a_search_goes_on_where_its_time_ended(filled: Store, monkeypatch:
 
 
 async def test_what_no_page_gave_is_refused(filled: Store) -> None:
-    page = await filled.trajectories.page(TrajectoryFilter(), limit=1)
+    search = TrajectorySearch(filled.connection)
+    page = await search.page(TrajectoryFilter(), limit=1)
     for after in ("", "x", "ü", "W10=", page.after or ""):
         with pytest.raises(ConfigError, match="which no page of this order gave"):
-            await filled.trajectories.page(TrajectoryFilter(), order=TrajectoryOrder.LONGEST, after=after)
+            await search.page(TrajectoryFilter(), order=TrajectoryOrder.LONGEST, after=after)
     with pytest.raises(ConfigError, match="page of 0"):
-        await filled.trajectories.page(TrajectoryFilter(), limit=0)
+        await search.page(TrajectoryFilter(), limit=0)
 
 
 async def test_a_read_that_takes_too_long_is_refused(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = TrajectorySearch(filled.connection)
     monkeypatch.setattr(trajectories, "READ_SECONDS", 0.000001)
     with pytest.raises(StoreError, match="could not be read within"):
-        await filled.trajectories.page(TrajectoryFilter())
+        await search.page(TrajectoryFilter())
 
 
 async def test_long_texts_are_cut(filled: Store) -> None:
+    search = TrajectorySearch(filled.connection)
     document = await filled.database["Record"].find_one({"_id": f"{run.READY}/0/1"})
     record = replace(Record.from_document(document or {}), id="long", query="é" * 100_000, answer=[1])
     await filled.database["Record"].insert_one(record.to_document())
-    row = (await filled.trajectories.page(TrajectoryFilter(), order=TrajectoryOrder.OLDEST)).rows
+    row = (await search.page(TrajectoryFilter(), order=TrajectoryOrder.OLDEST)).rows
     (long,) = [each for each in row if each.id == "long"]
     assert len(long.query) == 400
     assert long.answer == [1]

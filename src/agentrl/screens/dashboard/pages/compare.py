@@ -22,7 +22,7 @@ from agentrl.screens.findings import mean_of_last
 from agentrl.screens.snapshot import TRAIN
 from agentrl.screens.turns import MAX_CHARS, whole_message
 from agentrl.screens.views.pipelines import StepRow
-from agentrl.screens.views.read import WholeTrajectory
+from agentrl.screens.views.read import Views, WholeTrajectory
 from agentrl.screens.views.scores import Versions, VersionSummary
 
 _TURNS = 60
@@ -154,8 +154,9 @@ async def _pair(request: Request) -> Response:
         raise BadQueryError(f"{len(set(ids))} trajectories are marked: mark two on the page of trajectories")
     both: list[WholeTrajectory] = []
     async with open_run(request) as store:
+        views = Views(store.connection)
         for record_id in ids:
-            trajectory = await store.views.whole_trajectory(record_id)
+            trajectory = await views.whole_trajectory(record_id)
             if trajectory is None:
                 raise no_trajectory(store.run_name, record_id)
             both.append(trajectory)

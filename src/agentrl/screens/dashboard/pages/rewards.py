@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from agentrl.screens.dashboard.render import render
 from agentrl.screens.dashboard.stores import cache_of, open_run
-from agentrl.screens.views.scores import ScoredTrajectory
+from agentrl.screens.views.scores import Rewards, ScoredTrajectory
 
 _POINTS = 600
 _SECONDS = 10.0
@@ -212,12 +212,13 @@ def edges(rows: Sequence[ScoredTrajectory]) -> list[Edge]:
 
 async def _rewards(request: Request) -> Response:
     async with open_run(request) as store:
-        splits = await store.rewards.sampled_splits()
+        rewards = Rewards(store.connection)
+        splits = await rewards.sampled_splits()
         default = "train" if "train" in splits or not splits else splits[0]
         split = request.query_params.get("split", default)
 
         async def read() -> dict[str, Any]:
-            return await asyncio.to_thread(_analyse, await store.rewards.newest(split))
+            return await asyncio.to_thread(_analyse, await rewards.newest(split))
 
         key = ("rewards", store.run_name, split)
         analysis = await cache_of(request).get(key, _SECONDS, read)

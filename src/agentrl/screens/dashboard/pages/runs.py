@@ -33,8 +33,8 @@ from agentrl.screens.dashboard.stores import cache_of, open_run, pool_of, read_r
 from agentrl.screens.findings import findings, mean_of_last, seconds_since_step, state
 from agentrl.screens.snapshot import TRAIN, RunSnapshot
 from agentrl.screens.views.pipelines import StepRow
-from agentrl.screens.views.runs import Runs
 from agentrl.store.client import Store
+from agentrl.store.runs import Runs
 
 _RUNS_SECONDS = 2.0
 _EVALUATIONS = 8

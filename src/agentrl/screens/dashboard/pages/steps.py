@@ -15,6 +15,7 @@ from agentrl.screens.dashboard.query import PAGE_ROWS, NotFoundError, page_of, s
 from agentrl.screens.dashboard.render import link, render
 from agentrl.screens.dashboard.stores import open_run
 from agentrl.screens.views.pipelines import StepRow, TrajectoryRow
+from agentrl.screens.views.read import Views
 
 _OUTLIERS = 5
 _BINS = 24
@@ -25,7 +26,7 @@ _MAX_DIGITS = 9
 async def _steps(request: Request) -> Response:
     skip = skipped(request)
     async with open_run(request) as store:
-        steps, total = await store.views.steps_page(skip=skip, limit=PAGE_ROWS)
+        steps, total = await Views(store.connection).steps_page(skip=skip, limit=PAGE_ROWS)
     return render(
         request, "steps.html", run=store.run_name, section="steps", live=True, steps=steps,
         page=page_of(request, total),
@@ -37,13 +38,14 @@ async def _step(request: Request) -> Response:
     if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
         raise NotFoundError(f"{text[:80]!r} is not the number of a step")
     async with open_run(request) as store:
-        step = await store.views.step(int(text))
+        views = Views(store.connection)
+        step = await views.step(int(text))
         if step is None:
             raise NotFoundError(f"run {store.run_name!r} has no step {int(text)}")
         parent = await store.ancestry.parent() if step.inherited else None
         if parent is not None and step.step <= parent.step:
             return RedirectResponse(link("runs", parent.run, "steps", str(step.step)))
-        rows = await store.views.trajectories_of(step.id)
+        rows = await views.trajectories_of(step.id)
     metrics = [item for item in sorted(step.metrics.items()) if not isinstance(item[1], Mapping)]
     figures = [figure for figure in _histograms(step, rows) if not figure.empty]
     return render(

@@ -17,6 +17,7 @@ from agentrl.screens.dashboard.render import render
 from agentrl.screens.dashboard.stores import cache_of, open_run, reader_of
 from agentrl.screens.snapshot import TRAIN
 from agentrl.screens.views.pipelines import TaskRow
+from agentrl.screens.views.read import Views
 
 _SECONDS = 15.0
 _BINS = 20
@@ -46,7 +47,7 @@ async def _tasks(request: Request) -> Response:
     wanted = request.query_params.get("q", "").strip()[:200]
     split = request.query_params.get("split", TRAIN)
     async with open_run(request) as store:
-        views, key = store.views, ("questions", store.run_name, split)
+        views, key = Views(store.connection), ("questions", store.run_name, split)
         rows = await cache_of(request).get(key, _SECONDS, lambda: views.tasks(split=split, excerpts=True))
         splits = {name for name, _ in await reader_of(request, store).tasks()}
     chosen = [row for row in rows if _KINDS[kind](row) and wanted.lower() in row.task_id.lower()]

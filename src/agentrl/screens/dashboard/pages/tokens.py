@@ -21,7 +21,7 @@ from agentrl.errors import ModelError
 from agentrl.screens.dashboard.query import BadQueryError, NotFoundError, no_trajectory, whole
 from agentrl.screens.dashboard.render import link, render
 from agentrl.screens.dashboard.stores import open_run
-from agentrl.screens.views.read import NO_VERSION, CallTokens, StepValues, TrajectoryTokens
+from agentrl.screens.views.read import NO_VERSION, CallTokens, StepValues, TokenReads, TrajectoryTokens
 
 LEVELS: Final = 8
 """Steps of a colour scale, from 0."""
@@ -231,7 +231,7 @@ async def _tokens(request: Request) -> Response:
     colour = Colour(given)
     start, named_step = whole(request.query_params, "start") or 0, whole(request.query_params, "step")
     async with open_run(request) as store:
-        trajectory = await store.tokens.trajectory(record_id)
+        trajectory = await TokenReads(store.connection).trajectory(record_id)
     if trajectory is None:
         raise no_trajectory(store.run_name, record_id)
     chosen = _chosen(request, trajectory)

@@ -31,7 +31,8 @@ from agentrl.screens.dashboard.query import (
 from agentrl.screens.dashboard.render import link, render
 from agentrl.screens.dashboard.stores import open_run
 from agentrl.screens.turns import Shown, branch_views, contexts_of, part_text, shown, turns_of
-from agentrl.screens.views.trajectories import TrajectoryOrder
+from agentrl.screens.views.read import Views
+from agentrl.screens.views.trajectories import TrajectoryOrder, TrajectorySearch
 from agentrl.store.client import Store
 from agentrl.store.mechanics.connection import RECORD
 
@@ -48,10 +49,11 @@ async def _trajectories(request: Request) -> Response:
     after = request.query_params.get("after")
     form = read_form(request.query_params)
     async with open_run(request) as store:
+        search = TrajectorySearch(store.connection)
         with checked_query():
             page, count, labels = await asyncio.gather(
-                store.trajectories.page(form.wanted, order=form.order, limit=_ROWS, after=after),
-                store.trajectories.count(form.wanted),
+                search.page(form.wanted, order=form.order, limit=_ROWS, after=after),
+                search.count(form.wanted),
                 store.labels.counts(),
             )
         labels_of = await store.labels.of_records([row.id for row in page.rows])
@@ -75,7 +77,7 @@ async def _trajectory(request: Request) -> Response:
     record_id = request.path_params["record"]
     start = whole(request.query_params, "from") or 0
     async with open_run(request) as store:
-        trajectory = await store.views.whole_trajectory(record_id)
+        trajectory = await Views(store.connection).whole_trajectory(record_id)
         if trajectory is None:
             holder = await store.ancestry.holder(RECORD, record_id)
             if holder is None:
@@ -120,7 +122,7 @@ async def _text(request: Request) -> Response:
     record_id, part = request.path_params["record"], request.query_params.get("part", "")
     index = whole(request.query_params, "call") or 0
     async with open_run(request) as store:
-        trajectory = await store.views.whole_trajectory(record_id)
+        trajectory = await Views(store.connection).whole_trajectory(record_id)
         if trajectory is None:
             raise no_trajectory(store.run_name, record_id)
     by_id = {call.id: call for call in trajectory.calls}

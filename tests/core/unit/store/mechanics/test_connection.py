@@ -25,12 +25,15 @@ from pymongo.errors import (
     WriteError,
 )
 
+from agentrl.base.registry import Registry
 from agentrl.config.schema import RunConfig
 from agentrl.errors import StoreError, StoreUnavailableError
+from agentrl.store import client
 from agentrl.store.client import open_store
 from agentrl.store.mechanics import retry as retry_module
 from agentrl.store.mechanics.connection import (
     Connection,
+    LocalServer,
     Repository,
     Turns,
     context_with_turn,
@@ -255,3 +258,27 @@ async def test_operations_wait_for_their_turn_and_nested_ones_do_not() -> None:
     async with asyncio.timeout(5):
         results = await asyncio.gather(*(turns.take(operation) for _ in range(20)))
     assert (results, most) == ([2] * 20, 2)
+
+
+async def test_what_is_known_of_an_outage_is_named() -> None:
+    known = StoreError("the disk of /mongo is full", hint="free some space")
+    for explain, says in ((lambda: known, "disk of /mongo is full"), (lambda: None, "MongoDB at db:1")):
+        connection = Connection("mongodb://db:1", "run", 1.0, explain)
+        found = connection.error("reading", AutoReconnect("gone"))
+        assert isinstance(found, StoreUnavailableError)
+        assert says in found.message
+        await connection.close()
+
+
+async def test_without_a_uri_the_embedded_server_is_asked_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    servers: Registry[Callable[[str], LocalServer]] = Registry("database server", group="agentrl.no_servers")
+    monkeypatch.setattr(client, "DATABASE_SERVERS", servers)
+    run = RunConfig(db_connection_string=None, mongo_dir="m")
+    with pytest.raises(StoreError, match="has no embedded MongoDB") as refused:
+        await open_store(run)
+    assert "--db_connection_string" in str(refused.value.hint)
+    servers.add(lambda folder: LocalServer(f"mongodb://{folder}:no_port", lambda: None), "embedded")
+    with pytest.raises(StoreError, match="is not a MongoDB URI"):
+        await open_store(run)

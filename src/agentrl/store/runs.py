@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import OperationFailure, PyMongoError
 
 from agentrl.config.schema import RunConfig
@@ -24,7 +25,6 @@ from agentrl.documents.run import (
 )
 from agentrl.documents.status import APPLIED_STEPS, ServiceStatus, TrainerEnd, values
 from agentrl.errors import StoreError, StoreUnavailableError
-from agentrl.screens.views.counts import read_disk
 from agentrl.store.claims import live_claims
 from agentrl.store.client import open_connection
 from agentrl.store.mechanics.connection import (
@@ -47,6 +47,30 @@ _AT_A_TIME = 8
 """Databases that are read at the same time."""
 _ANY_DATABASE = "agentrl"
 _NOT_ALLOWED = 13
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """Sizes in bytes: the run's database, and the file system of the server; None if they may not be read."""
+
+    run: int | None = None
+    free: int | None = None
+    total: int | None = None
+
+
+async def read_disk(database: AsyncDatabase[Json]) -> Disk:
+    """Return the sizes of a database and of its server's file system; without the right, none."""
+    try:
+        stats = await database.command("dbStats")
+    except OperationFailure:
+        return Disk()
+    total, used = stats.get("fsTotalSize"), stats.get("fsUsedSize")
+    return Disk(
+        run=int(stats.get("totalSize", stats["storageSize"])),
+        free=None if total is None or used is None else int(total - used),
+        total=None if total is None else int(total),
+    )
+
 
 Activity = Literal["training", "sampling", "finished", "serving", "idle"]
 

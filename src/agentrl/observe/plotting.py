@@ -1,18 +1,21 @@
-"""Plot metrics over optimizer steps in figures of one style; matplotlib is imported at first use."""
+"""Plot metrics over optimizer steps in figures of one style; matplotlib is imported at first use.
+
+``steps`` are what ``Steps.metrics`` returns: the numbers of committed steps in order, each with its metrics.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.documents.status import StepStatus
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.screens.views.pipelines import StepRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+StepMetrics = Mapping[int, Mapping[str, float]]
 
 COLORS = ("#1b6ca8", "#b35c1e", "#2e7d4f", "#7a4b9c")
 _REWARD, _STALENESS = COLORS[:2]
@@ -57,13 +60,13 @@ def save_figure(figure: Any, out: Path, flag: str) -> None:
         ) from error
 
 
-def plot_curve(run_name: str, steps: Sequence[StepRow], out: Path) -> None:
-    """Draw the committed ``steps`` into ``out``, whose suffix names the format (.png, .svg, .pdf).
+def plot_curve(run_name: str, steps: StepMetrics, out: Path) -> None:
+    """Draw reward and staleness of ``steps`` into ``out``, whose suffix names the format (.png, .svg, .pdf).
 
-    Raises AgentRLError when no committed step has a reward, ConfigError when ``out`` cannot be written.
+    Raises AgentRLError when no step has a reward, ConfigError when ``out`` cannot be written.
     """
-    committed = [step for step in _committed(steps) if step.metric("reward") is not None]
-    if not committed:
+    rewarded = {step: metrics for step, metrics in steps.items() if "reward" in metrics}
+    if not rewarded:
         raise AgentRLError(
             f"run {run_name!r} has no committed optimizer step to plot",
             hint=f"`agentrl audit run --run_name {run_name}` shows how far it is",
@@ -72,52 +75,50 @@ def plot_curve(run_name: str, steps: Sequence[StepRow], out: Path) -> None:
 
     figure = new_figure(8.0, 5.6)
     reward_axes, staleness_axes = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.4])
-    _plot_reward(reward_axes, committed)
-    _plot_staleness(staleness_axes, committed)
-    reward_axes.set_title(f"{run_name}: {len(committed)} optimizer steps", loc="left", fontsize=11)
+    _plot_reward(reward_axes, rewarded)
+    _plot_staleness(staleness_axes, rewarded)
+    reward_axes.set_title(f"{run_name}: {len(rewarded)} optimizer steps", loc="left", fontsize=11)
     label_steps(staleness_axes)
     staleness_axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
     save_figure(figure, out, "--out")
 
 
-def metric_names(steps: Sequence[StepRow]) -> list[str]:
-    """Return the names of the metrics that some committed step has as a number, sorted."""
-    names = {name for step in _committed(steps) for name in step.metrics if step.metric(name) is not None}
-    return sorted(names)
+def metric_names(steps: StepMetrics) -> list[str]:
+    """Return the names of the metrics that some step has, sorted."""
+    return sorted({name for metrics in steps.values() for name in metrics})
 
 
-def committed_values(run_name: str, steps: Sequence[StepRow], names: Sequence[str]) -> dict[str, Any]:
+def committed_values(run_name: str, steps: StepMetrics, names: Sequence[str]) -> dict[str, Any]:
     """Return ``{"run_name", "steps": [...], "metrics": {name: [...]}}``; None where a step has no value."""
-    committed = _committed(steps)
     return {
         "run_name": run_name,
-        "steps": [step.step for step in committed],
-        "metrics": {name: [step.metric(name) for step in committed] for name in names},
+        "steps": list(steps),
+        "metrics": {name: [metrics.get(name) for metrics in steps.values()] for name in names},
     }
 
 
-def plot_metrics(run_name: str, steps: Sequence[StepRow], names: Sequence[str], out: Path) -> None:
+def plot_metrics(run_name: str, steps: StepMetrics, names: Sequence[str], out: Path) -> None:
     """Draw each metric of ``names`` on axes of its own, one below the other, into ``out``.
 
     Raises ConfigError when ``out`` cannot be written.
     """
-    committed = _committed(steps)
     figure = new_figure(8.0, 1.2 + 2.2 * len(names))
     rows = figure.subplots(len(names), 1, sharex=True, squeeze=False)
     for index, (axes, name) in enumerate(zip(rows[:, 0], names, strict=True)):
-        points = [(step.step, value) for step in committed if (value := step.metric(name)) is not None]
+        values = _values(steps, name)
         axes.plot(
-            [x for x, _ in points], [y for _, y in points], color=COLORS[index % len(COLORS)],
+            list(values), list(values.values()), color=COLORS[index % len(COLORS)],
             linewidth=1.8, marker="o", markersize=3, label=name,
         )  # fmt: skip
         finish(axes)
-    rows[0, 0].set_title(f"{run_name}: {len(committed)} optimizer steps", loc="left", fontsize=11)
+    rows[0, 0].set_title(f"{run_name}: {len(steps)} optimizer steps", loc="left", fontsize=11)
     label_steps(rows[-1, 0])
     save_figure(figure, out, "--out")
 
 
-def _committed(steps: Sequence[StepRow]) -> list[StepRow]:
-    return sorted((step for step in steps if step.status is StepStatus.COMMITTED), key=lambda step: step.step)
+def _values(steps: StepMetrics, name: str) -> dict[int, float]:
+    """Return step → value of a metric, without the steps that lack it."""
+    return {step: metrics[name] for step, metrics in steps.items() if name in metrics}
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
@@ -129,9 +130,9 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     return means
 
 
-def _plot_reward(axes: Axes, steps: Sequence[StepRow]) -> None:
-    x = [step.step for step in steps]
-    rewards = [float(step.metrics["reward"]) for step in steps]
+def _plot_reward(axes: Axes, steps: StepMetrics) -> None:
+    x = list(steps)
+    rewards = [metrics["reward"] for metrics in steps.values()]
     window = min(max(3, len(steps) // 10), len(steps))
     axes.plot(x, rewards, color=_REWARD, alpha=0.35, linewidth=1.2, marker="o", markersize=3, label="reward")
     axes.plot(x, running_mean(rewards, window), color=_REWARD, linewidth=2.2, label=f"mean of {window} steps")
@@ -141,12 +142,12 @@ def _plot_reward(axes: Axes, steps: Sequence[StepRow]) -> None:
     finish(axes)
 
 
-def _plot_staleness(axes: Axes, steps: Sequence[StepRow]) -> None:
+def _plot_staleness(axes: Axes, steps: StepMetrics) -> None:
     lines = (("staleness_mean", "mean", 2.0, 1.0), ("staleness_max", "max", 1.2, 0.5))
     for key, label, width, alpha in lines:
-        points = [(step.step, value) for step in steps if (value := step.metric(key)) is not None]
+        values = _values(steps, key)
         axes.plot(
-            [x for x, _ in points], [y for _, y in points], color=_STALENESS, linewidth=width, alpha=alpha,
+            list(values), list(values.values()), color=_STALENESS, linewidth=width, alpha=alpha,
             drawstyle="steps-mid", label=label,
         )  # fmt: skip
     axes.set_ylabel("staleness\n(steps)")

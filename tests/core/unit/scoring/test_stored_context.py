@@ -5,7 +5,7 @@ from __future__ import annotations
 from model_calls import TASK, model_call, record
 
 from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.lab.rescore import scorer_context
+from agentrl.scoring.scorers import stored_context
 
 
 def made(index: int, parent: int | None, text: str) -> DispatchedSamplingTask:
@@ -15,7 +15,7 @@ def made(index: int, parent: int | None, text: str) -> DispatchedSamplingTask:
 
 
 def shown(*calls: DispatchedSamplingTask) -> list[str]:
-    return [message["content"] for message in scorer_context(TASK, record(), calls, "").messages]
+    return [message["content"] for message in stored_context(TASK, record(), calls, "").messages]
 
 
 def test_calls_in_a_row_are_one_conversation_from_the_last_reset_on() -> None:

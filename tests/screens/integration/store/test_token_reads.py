@@ -9,6 +9,8 @@ import pytest
 import small_run as run
 
 from agentrl.documents.status import DataStatus
+from agentrl.screens.views.read import TokenReads
+from agentrl.screens.views.scores import Rewards
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -16,7 +18,8 @@ pytestmark = pytest.mark.integration
 
 async def test_tokens_have_what_is_stored_of_them(store: Store, tmp_path: Path) -> None:
     await run.build(store, tmp_path / "weights")
-    trained = await store.tokens.trajectory(f"{run.TRAINED}/1/1")
+    reads = TokenReads(store.connection)
+    trained = await reads.trajectory(f"{run.TRAINED}/1/1")
     assert trained is not None
     assert trained.data_status is DataStatus.TRAINED
     assert [step.step for step in trained.steps] == [1]
@@ -28,11 +31,11 @@ async def test_tokens_have_what_is_stored_of_them(store: Store, tmp_path: Path) 
     assert first.versions.tolist() == [0, 0, 0, 0]
     assert first.advantages.tolist() == [1.0] * 4
 
-    abandoned = await store.tokens.trajectory(f"{run.ABANDONED}/1/1")
+    abandoned = await reads.trajectory(f"{run.ABANDONED}/1/1")
     assert abandoned is not None
     assert (abandoned.data_status, abandoned.steps) == (None, [])
     assert np.isnan(abandoned.calls[1].advantages).all()
-    assert await store.tokens.trajectory("nothing") is None
+    assert await reads.trajectory("nothing") is None
 
 
 async def test_scored_trajectories_have_the_opinions_of_all_scorers(store: Store, tmp_path: Path) -> None:
@@ -46,7 +49,8 @@ async def test_scored_trajectories_have_the_opinions_of_all_scorers(store: Store
                   "rescored": {"score": 0.25, "details": {"scorer": "later"}}}},
     )  # fmt: skip
     await store.labels.put(judged, by="ann", label="wrong", score=0.0)
-    found = {row.id: row for row in await store.rewards.newest("train")}
+    rewards = Rewards(store.connection)
+    found = {row.id: row for row in await rewards.newest("train")}
     assert set(found) == {
         judged, f"{run.READY}/0/1", f"{run.TRAINED}/0/2", f"{run.TRAINED}/1/1", f"{run.ABANDONED}/1/1"
     }  # fmt: skip
@@ -56,4 +60,4 @@ async def test_scored_trajectories_have_the_opinions_of_all_scorers(store: Store
     assert found[judged].judges == {"judge"}
     assert found[judged].answer == "x" * 300
     assert found[f"{run.READY}/0/1"].opinions == {"exact": 0.0}
-    assert len(await store.rewards.newest("train", limit=2)) == 2
+    assert len(await rewards.newest("train", limit=2)) == 2

@@ -9,6 +9,7 @@ import pytest
 import small_run as run
 
 from agentrl.documents.base import Root
+from agentrl.screens.views.read import Views
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -29,7 +30,7 @@ async def equals_view(store: Store, view: str, rows: Sequence[Root]) -> bool:
 
 async def test_rows_equal_the_views(store: Store, tmp_path: Path) -> None:
     await run.build(store, tmp_path / "weights")
-    views = store.views
+    views = Views(store.connection)
     assert await equals_view(store, "audit_trajectories", await views.trajectories())
     assert await equals_view(store, "audit_groups", await views.groups())
     assert await equals_view(store, "audit_tasks", await views.tasks())
@@ -38,10 +39,11 @@ async def test_rows_equal_the_views(store: Store, tmp_path: Path) -> None:
 
 async def test_rows_are_filtered_and_limited(store: Store, tmp_path: Path) -> None:
     await run.build(store, tmp_path / "weights")
-    newest = await store.views.trajectories()
+    views = Views(store.connection)
+    newest = await views.trajectories()
     assert [row.created_at for row in newest] == sorted((row.created_at for row in newest), reverse=True)
-    assert {row.status for row in await store.views.trajectories(status="failed")} == {"failed"}
-    assert len(await store.views.trajectories(limit=2)) == 2
-    assert await store.views.trajectories(step=99) == []
-    assert [row.step for row in await store.views.steps(last=1)] == [1]
-    assert [row.split for row in await store.views.groups(split="eval")] == ["eval"]
+    assert {row.status for row in await views.trajectories(status="failed")} == {"failed"}
+    assert len(await views.trajectories(limit=2)) == 2
+    assert await views.trajectories(step=99) == []
+    assert [row.step for row in await views.steps(last=1)] == [1]
+    assert [row.split for row in await views.groups(split="eval")] == ["eval"]
