@@ -6,7 +6,7 @@
 
 One process alternates between sampling, training and evaluation. It uses the model, tasks, groups and
 learning rate of ``agentrl quickstart --tiny``, and chooses groups with the code of admission
-(``store.selection.choose``). A step trains the first groups whose scores differ; the remaining groups wait
+(``store.epochs.choose``). A step trains the first groups whose scores differ; the remaining groups wait
 for the next step. The reward is measured on held-out questions at temperature 1, because the training reward
 depends on which tasks were chosen. ``mixed`` adds subtractions and products; the model's warm-up covers only
 sums.

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import psutil
 import pytest
+from walks.held import recording, require_short_walks
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20
@@ -97,7 +98,7 @@ def test_the_tiny_quickstart_survives_a_kill_and_an_interrupt_and_learns(tmp_pat
     assert first.wait(120) == 130
     assert processes_in(tmp_path) == []
 
-    second = Quickstart(tmp_path, sys.executable, ORDINARY_CPU)
+    second = Quickstart(tmp_path, sys.executable, ORDINARY_CPU | recording(tmp_path / "walks"))
     assert second.wait(700) == 0, second.output[-4000:]
     assert "resuming" in second.output
     assert "on this machine" in second.output, "the time that the rest takes"
@@ -111,3 +112,4 @@ def test_the_tiny_quickstart_survives_a_kill_and_an_interrupt_and_learns(tmp_pat
     assert end >= 2 * start
     assert (tmp_path / "output/quickstart-tiny/curve.png").stat().st_size > 10_000
     assert processes_in(tmp_path) == []
+    require_short_walks(tmp_path / "walks")

@@ -1,1 +1,1 @@
-"""Looking at a run: logs, live metrics, trackers, audit and the parity check."""
+"""Watch a process from within: logs, progress, metrics, trackers, traces."""

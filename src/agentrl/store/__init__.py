@@ -1,1 +1,1 @@
-"""Read and write a run's MongoDB database. The only package that imports pymongo."""
+"""Read and write a run's MongoDB database. The only room of the core that imports pymongo."""
