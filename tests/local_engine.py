@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from agentrl.documents.sampling import SamplingParams
-from agentrl.local.engine.model import Chunk, LocalModel, Slot
+from agentrl.local.engine.model import CacheSlot, Chunk, LocalModel
 from agentrl.local.engine.sampling import RowSampler
 from agentrl.local.engine.scheduler import GenerationRequest, Scheduler
 
@@ -24,7 +24,7 @@ def cpu_model(folder: Path, dtype: torch.dtype | None = None, **options: Any) ->
 def next_logits(model: LocalModel, ids: NDArray[np.int32]) -> torch.Tensor:
     """float32[1, vocabulary]: the logits of the token behind ``ids``."""
     with torch.inference_mode():
-        return model.forward([Chunk(Slot(ids, start=0), 0, ids, True)], model.new_cache(64))
+        return model.forward([Chunk(CacheSlot(ids, start=0), 0, ids, True)], model.new_cache(64))
 
 
 def request_of(

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from agentrl.config.schema import ToolConfig
-from agentrl.tools.base import Trajectory
+from agentrl.tools.base import TrajectoryInfo
 from agentrl.tools.pool import ToolPool, ToolSession
 
 
@@ -17,6 +17,6 @@ async def open_tools(
     """Open a pool, and a session of one trajectory with ``servers``; without names, with all."""
     async with (
         ToolPool(config) as pool,
-        pool.session(Trajectory(id=trajectory, servers=servers or None)) as tools,
+        pool.session(TrajectoryInfo(id=trajectory, servers=servers or None)) as tools,
     ):
         yield tools

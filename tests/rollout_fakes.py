@@ -26,7 +26,7 @@ from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.rollout import ContextManager, Rollout
 from agentrl.rollout.tool_calls import Tools
 from agentrl.rollout.trajectory_calls import PendingCall, TrajectoryCalls
-from agentrl.tools.base import OwnSession, Schema, ToolResult, Trajectory, function_schema
+from agentrl.tools.base import OwnSession, Schema, ToolResult, TrajectoryInfo, function_schema
 
 T = TypeVar("T")
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "</s>"]
@@ -220,7 +220,7 @@ class FakeTools:
 
     @asynccontextmanager
     async def session(
-        self, trajectory: Trajectory, environment: OwnSession | None = None
+        self, trajectory: TrajectoryInfo, environment: OwnSession | None = None
     ) -> AsyncIterator[FakeSession]:
         """The tools that the task of a trajectory names."""
         yield FakeSession(self, trajectory.servers)

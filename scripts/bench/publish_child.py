@@ -34,7 +34,7 @@ from agentrl.store.client import Store, open_store
 from agentrl.train.build import build_trainer
 from agentrl.train.controller import Controller, lead
 from agentrl.train.folders import run_folders
-from agentrl.train.lease import TrainerLease, hold_lease
+from agentrl.train.lease import HeldTrainerLease, hold_lease
 from agentrl.train.publishing import DeviceTurns, Progress, Publisher
 from agentrl.weights.folder import checksums, complete_folder
 from agentrl.weights.publish import publish_base
@@ -146,7 +146,7 @@ async def publish_now(store: Store, controller: Controller, progress: Progress, 
 
 
 @asynccontextmanager
-async def begun(configs: Configs) -> AsyncIterator[tuple[Store, TrainerLease]]:
+async def begun(configs: Configs) -> AsyncIterator[tuple[Store, HeldTrainerLease]]:
     """Open a new run's database and hold its trainer's lease; drop it at the end."""
     async with await open_store(configs[RunConfig]) as store:
         async with hold_lease(store, 600.0) as lease:

@@ -47,8 +47,8 @@ from agentrl.store.epochs import (
     ORDER,
     PASS_RATE,
     RECENT_GROUPS,
-    Estimate,
     Option,
+    RateEstimate,
     choose,
     ease_after_group,
 )
@@ -78,7 +78,7 @@ class Tasks:
     def begin(self, capacity: int) -> list[tuple[Option, Begin]]:
         """Choose up to ``capacity`` next groups."""
         ability = estimate_ability(self._recent[-RECENT_GROUPS:])
-        estimate = Estimate(ability, tuple(self._first[-RECENT_GROUPS:]))
+        estimate = RateEstimate(ability, tuple(self._first[-RECENT_GROUPS:]))
         while len(self._ordered) < capacity:
             self._ordered += [option for option in next(self._orders) if option.id not in self._begun]
         ordered = [self._known.get(o.task_id, o) if o.epoch else o for o in self._ordered[:capacity]]

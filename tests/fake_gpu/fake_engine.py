@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.documents.sampling import SamplingParams
 from agentrl.local.engine import model as engine
-from agentrl.local.engine.model import ATTENTION, Slot
+from agentrl.local.engine.model import ATTENTION, CacheSlot
 from agentrl.local.engine.sampling import RowSampler, sample
 from agentrl.model.attention.sdpa import set_attention
 from agentrl.model.load import allocate
@@ -53,7 +53,7 @@ def generate(folder: str) -> dict[str, Any]:
     ):
         model = engine.LocalModel(folder, dtype=torch.bfloat16, device=torch.device("cuda:0"))
         cache, ids = model.new_cache(128), np.arange(9, dtype=np.int32)
-        prompt, running = Slot(ids, start=0, capacity=32), Slot(ids, start=64, capacity=32)
+        prompt, running = CacheSlot(ids, start=0, capacity=32), CacheSlot(ids, start=64, capacity=32)
         chunks = [engine.Chunk(prompt, 2, ids[2:], True), engine.Chunk(running, 8, ids[8:], True)]
         logits = model.forward(chunks, cache)
         cache._copy(64, 70, 9)

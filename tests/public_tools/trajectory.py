@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ToolServerError
-from agentrl.tools.base import Trajectory
+from agentrl.tools.base import TrajectoryInfo
 from agentrl.tools.pool import ToolPool, ToolSession
 
 _MISBEHAVIOURS = ("die", "hang", "garbage", "huge", "noise", "change_tools")
@@ -120,7 +120,7 @@ class Run:
 async def run(number: int, pool: ToolPool, report: Report, folder: Path) -> None:
     """Run one trajectory; an exception is a violation."""
     try:
-        async with pool.session(Trajectory(id=f"train/0/t/{number}")) as tools:
+        async with pool.session(TrajectoryInfo(id=f"train/0/t/{number}")) as tools:
             await Run(number, tools, report, folder).all()
     except Exception as error:  # noqa: BLE001  whatever it is, it belongs into the report
         report.violations.append(f"{number}: {type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
 """Read the files that people write, and validate them: errors name the place, the value and the fix.
 
-A dataclass that derives from ``Settings`` is the declaration: pydantic reads its annotations, and its
+A dataclass that derives from ``SettingsModel`` is the declaration: pydantic reads its annotations, and its
 ``__post_init__`` checks what fields say about each other.
 """
 
@@ -162,7 +162,7 @@ _SHOWN = 200
 _SECRET = re.compile(r"key|token|secret|password|headers|authorization", re.IGNORECASE)
 
 
-class Settings:
+class SettingsModel:
     """Base of the dataclasses that users write.
 
     An unknown key is an error that names the nearest known one. A key without a value has its default.

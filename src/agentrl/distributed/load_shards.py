@@ -88,7 +88,7 @@ def load_shards(model: Any, folder: Path, device: torch.device, config: ModelCon
 
 
 @dataclass(frozen=True)
-class Rows:
+class ShardRows:
     """Some rows of this rank's part of a parameter; a row lies along the last dimension."""
 
     places: Tensor
@@ -100,7 +100,7 @@ class Rows:
         return part.reshape(-1, part.shape[-1]).index_select(0, self.places.to(part.device))
 
 
-def read_rows(model: Any, folder: Path, names: Collection[str], limit: int) -> dict[str, Rows]:
+def read_rows(model: Any, folder: Path, names: Collection[str], limit: int) -> dict[str, ShardRows]:
     """Read at most ``limit`` rows, evenly spread, of this rank's part of each parameter in ``names``.
 
     The values are those that loading ``folder`` would give, in the dtype of its files. Parameters that have
@@ -123,7 +123,7 @@ def read_rows(model: Any, folder: Path, names: Collection[str], limit: int) -> d
     return found
 
 
-def _spread_rows(shape: torch.Size, first: Sequence[int], read: Reader, limit: int) -> Rows:
+def _spread_rows(shape: torch.Size, first: Sequence[int], read: Reader, limit: int) -> ShardRows:
     count = math.prod(shape[:-1])
     places = torch.linspace(0, count - 1, min(limit, count)).long()
     indices = torch.stack(torch.unravel_index(places, shape[:-1]), -1).tolist() if shape[:-1] else [[]]
@@ -131,11 +131,11 @@ def _spread_rows(shape: torch.Size, first: Sequence[int], read: Reader, limit: i
     boxes = [
         (*(slice(at + i, at + i + 1) for at, i in zip(first, index, strict=False)), last) for index in indices
     ]
-    return Rows(places, torch.stack([read(box).reshape(-1) for box in boxes]))
+    return ShardRows(places, torch.stack([read(box).reshape(-1) for box in boxes]))
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointFiles:
     """The tensors of a model's folder, by name."""
 
     files: Mapping[str, Path]
@@ -165,15 +165,15 @@ class Checkpoint:
             }
 
 
-def _open_checkpoint(folder: Path, model: Any, config: ModelConfig) -> Checkpoint:
+def _open_checkpoint(folder: Path, model: Any, config: ModelConfig) -> CheckpointFiles:
     if hasattr(model.config, "quantization_config"):
         whole = load_model(folder, config, model.dtype)
         del model.config.quantization_config
-        return Checkpoint({}, whole.state_dict(), is_converted=True)
+        return CheckpointFiles({}, whole.state_dict(), is_converted=True)
     return _open_files(folder)
 
 
-def _open_files(folder: Path) -> Checkpoint:
+def _open_files(folder: Path) -> CheckpointFiles:
     try:
         paths = _files(folder, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
         files: dict[str, Path] = {}
@@ -192,7 +192,7 @@ def _open_files(folder: Path) -> Checkpoint:
             f"{folder} has no weights: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}, nor their index",
             hint="give a folder that save_pretrained wrote",
         )
-    return Checkpoint(files, tensors)
+    return CheckpointFiles(files, tensors)
 
 
 def _files(folder: Path, single: str, index: str) -> list[Path]:
@@ -263,7 +263,7 @@ class Group:
 
 
 def _match(
-    model: Any, checkpoint: Checkpoint, targets: Mapping[str, Tensor]
+    model: Any, checkpoint: CheckpointFiles, targets: Mapping[str, Tensor]
 ) -> tuple[list[Group], set[str], list[Any]]:
     """Return the groups of which this rank holds a parameter, by the rules of ``from_pretrained``.
 

@@ -21,7 +21,7 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import EngineError
-from agentrl.evaluation.policy import Policy, hold_weights
+from agentrl.evaluation.policy import EvaluatedPolicy, hold_weights
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EncodedIds, Engine, Generation, Held, Progress, Router
 from agentrl.inference.engines.clients import engine_client
@@ -49,11 +49,11 @@ class PolicyEngines:
     def __init__(self, store: Store, configs: Configs) -> None:
         self._store = store
         self._configs = configs
-        self._policy: Policy | None = None
+        self._policy: EvaluatedPolicy | None = None
         self._starting = asyncio.Lock()
         self._own: _OwnEngine | None = None
 
-    async def serve(self, policy: Policy) -> None:
+    async def serve(self, policy: EvaluatedPolicy) -> None:
         """Make sure that some engine serves ``policy``; start one unless ``--eval_engine`` is shared."""
         self._policy = policy
         if not await self.live() and self._configs[EvaluationConfig].eval_engine == "shared":
@@ -99,7 +99,7 @@ class PolicyEngines:
 class _OwnEngine:
     """An engine process that serves one policy at a time."""
 
-    def __init__(self, configs: Configs, folder: str, policy: Policy) -> None:
+    def __init__(self, configs: Configs, folder: str, policy: EvaluatedPolicy) -> None:
         run, model = configs[RunConfig], configs[ModelConfig]
         self._config = dataclasses.replace(configs[EngineConfig], host="127.0.0.1", port=0)
         port = free_port(self._config.host)
@@ -112,7 +112,7 @@ class _OwnEngine:
         )
         self._loaded = policy
         self._service: InferenceService | None = None
-        self._served: Policy | None = None
+        self._served: EvaluatedPolicy | None = None
 
     @property
     def ended(self) -> str | None:
@@ -122,11 +122,11 @@ class _OwnEngine:
             return None
         return f"the engine of the evaluation ended with exit code {code}:\n{self._process.log_tail()}"
 
-    def serving(self, policy: Policy) -> InferenceService | None:
+    def serving(self, policy: EvaluatedPolicy) -> InferenceService | None:
         """Return the engine as samplers see engines, if it serves ``policy``."""
         return self._service if self._served == policy else None
 
-    async def serve(self, folder: str, policy: Policy) -> InferenceService:
+    async def serve(self, folder: str, policy: EvaluatedPolicy) -> InferenceService:
         """Load ``policy`` from ``folder``; return the engine as samplers see engines."""
         await self._process.wait_ready(self._client, self._config.engine_start_seconds)
         if self._loaded != policy:

@@ -29,8 +29,8 @@ from agentrl.documents.task import Task
 from agentrl.documents.task_file import ReadResult
 from agentrl.errors import ENGINES, EngineError, ModelError, TaskFileError
 from agentrl.evaluation.engines import FixedVersionRouter, PolicyEngines, shared_versions, wait_for_shared
-from agentrl.evaluation.policy import Policy, find_model, find_version, of_published
-from agentrl.evaluation.progress import Progress, StoppedError
+from agentrl.evaluation.policy import EvaluatedPolicy, find_model, find_version, of_published
+from agentrl.evaluation.progress import Parts, StoppedError
 from agentrl.evaluation.report import evaluated_tasks, render, results_of
 from agentrl.observe.logging import describe_process_id
 from agentrl.observe.terminal import print_json
@@ -56,7 +56,7 @@ _MODEL_SETTINGS = ("chat_template", "chat_format", "chat_template_kwargs", "thin
 
 
 async def identify(
-    store: Store, configs: Configs, policy: Policy, read: ReadResult | None = None
+    store: Store, configs: Configs, policy: EvaluatedPolicy, read: ReadResult | None = None
 ) -> Evaluation:
     """Return the evaluation of ``policy`` by the flags; it need not be stored. Raises TaskFileError.
 
@@ -142,7 +142,7 @@ class EvaluationRun:
         store: Store,
         configs: Configs,
         engines: PolicyEngines,
-        progress: Progress,
+        progress: Parts,
         logger: logging.Logger,
     ) -> None:
         self._store = store
@@ -153,7 +153,7 @@ class EvaluationRun:
         self.waiting: Sequence[str] = ()
         """Evaluations that will come later; they keep their weights from being deleted."""
 
-    async def evaluate(self, evaluation: Evaluation, policy: Policy) -> Evaluation:
+    async def evaluate(self, evaluation: Evaluation, policy: EvaluatedPolicy) -> Evaluation:
         """Sample what is missing and store the results; return the stored evaluation.
 
         Trajectories that the same evaluation has scored before are not sampled again. Raises StoppedError at
@@ -180,13 +180,13 @@ class EvaluationRun:
     async def _load(self, evaluation: Evaluation) -> None:
         await load_read_tasks(self._store, evaluation.file, await read_unchanged(self._configs, evaluation))
 
-    async def _sample(self, evaluation: Evaluation, policy: Policy) -> None:
+    async def _sample(self, evaluation: Evaluation, policy: EvaluatedPolicy) -> None:
         flags = self._configs[EvaluationConfig]
         where = "an engine of its own" if flags.eval_engine == "own" else "an engine"
         await self._progress.until(f"waiting for {where} with {policy}", self._engines.serve(policy))
         await self._progress.until("sampling", self._run_sampler(evaluation, policy))
 
-    async def _run_sampler(self, evaluation: Evaluation, policy: Policy) -> None:
+    async def _run_sampler(self, evaluation: Evaluation, policy: EvaluatedPolicy) -> None:
         configs, split = configs_of(self._configs, policy), evaluation.id
         config = dataclasses.replace(sampler_config(configs, split, epochs=1), grace_seconds=0.0)
         rules = await evaluation_rules(self._store, configs)
@@ -242,7 +242,7 @@ class EvaluationRun:
         )
 
 
-def configs_of(configs: Configs, policy: Policy) -> Configs:
+def configs_of(configs: Configs, policy: EvaluatedPolicy) -> Configs:
     """Return the configuration with the model folder of ``policy``, if it is on this machine.
 
     Engines are called directly, since a router in front of them may choose one with another version.
@@ -263,7 +263,7 @@ async def evaluate(configs: Configs, *, as_json: bool = False) -> int:
     """Evaluate and print the results. Returns 0, or 130 if a signal stopped it."""
     stop = stop_on_signals()
     run = configs[RunConfig]
-    progress = Progress(f"eval {run.run_name}", stop)
+    progress = Parts(f"eval {run.run_name}", stop)
     require_extensions(configs)
     async with progress.lines():
         try:
@@ -276,7 +276,7 @@ async def evaluate(configs: Configs, *, as_json: bool = False) -> int:
     return 0
 
 
-async def _evaluate(configs: Configs, progress: Progress, as_json: bool) -> None:
+async def _evaluate(configs: Configs, progress: Parts, as_json: bool) -> None:
     store = await progress.until("connecting to the database", open_store(configs[RunConfig]))
     async with store:
         engines = PolicyEngines(store, configs)
@@ -300,7 +300,7 @@ def _print(evaluation: Evaluation, as_json: bool) -> None:
         print(render(evaluation), flush=True)
 
 
-async def choose_policy(store: Store, configs: Configs, progress: Progress) -> Policy:
+async def choose_policy(store: Store, configs: Configs, progress: Parts) -> EvaluatedPolicy:
     """Return the policy that the flags name. Raises ModelError, and EngineError in a wait for an engine."""
     flags, base = configs[EvaluationConfig], configs[ModelConfig].model_name_or_path
     if flags.eval_model is not None:
@@ -324,7 +324,7 @@ async def choose_policy(store: Store, configs: Configs, progress: Progress) -> P
             )
     is_served = version in await shared_versions(store, configs)
     if is_served and await store.policy_versions.get(version) is None:
-        return Policy(version=version, step=0 if version == 0 else None, folder=base)
+        return EvaluatedPolicy(version=version, step=0 if version == 0 else None, folder=base)
     return await find_version(store, version, base)
 
 
@@ -336,7 +336,7 @@ async def follow(
     store: Store,
     configs: Configs,
     runner: EvaluationRun,
-    progress: Progress,
+    progress: Parts,
     done: Callable[[Evaluation], None],
 ) -> None:
     """Evaluate every due version, oldest first, until ``--idle_exit_seconds`` pass without one.
@@ -347,7 +347,7 @@ async def follow(
     every = configs[EvaluationConfig].eval_steps or 1
     limit = configs[SamplingConfig].idle_exit_seconds
     busy_at = time.monotonic()
-    waiting: dict[str, tuple[Evaluation, Policy]] = {}
+    waiting: dict[str, tuple[Evaluation, EvaluatedPolicy]] = {}
     seen: set[int] = set()
     try:
         while True:
@@ -376,7 +376,7 @@ async def follow(
 
 async def _due(
     store: Store, configs: Configs, every: int, seen: set[int], *, wait: bool
-) -> list[tuple[Evaluation, Policy]]:
+) -> list[tuple[Evaluation, EvaluatedPolicy]]:
     """Return new due versions without results, oldest first; add every version that was read to ``seen``.
 
     With ``wait``, waits a moment for a change if there is none.

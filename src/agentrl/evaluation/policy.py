@@ -29,7 +29,7 @@ _NAME_LENGTH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class EvaluatedPolicy:
     """Weights to evaluate. ``folder`` is None if this machine has no model folder with them."""
 
     version: int | None
@@ -58,11 +58,11 @@ class Policy:
         return f"policy version {self.version}" if self.version is not None else f"model {self.folder}"
 
 
-async def find_version(store: Store, version: int, base: str | None) -> Policy:
+async def find_version(store: Store, version: int, base: str | None) -> EvaluatedPolicy:
     """Return a published version, or version 0 of a run that has only ``base``. Raises ModelError."""
     published = await store.policy_versions.get(version)
     if published is None and version == 0 and base is not None:
-        return Policy(version=0, step=0, folder=_local_folder(base) or base)
+        return EvaluatedPolicy(version=0, step=0, folder=_local_folder(base) or base)
     if published is None or published.status is VersionStatus.RESERVED:
         raise ModelError(
             f"run {store.run_name!r} has no policy version {version}",
@@ -71,11 +71,11 @@ async def find_version(store: Store, version: int, base: str | None) -> Policy:
     return of_published(published)
 
 
-def of_published(version: PolicyVersion) -> Policy:
+def of_published(version: PolicyVersion) -> EvaluatedPolicy:
     """Return the policy of a version; its weights may be deleted, or in a folder of another machine."""
     is_near = is_remote(version.location) or Path(version.location).is_dir()
     is_there = version.pruned_at is None and version.is_stored and is_near
-    return Policy(
+    return EvaluatedPolicy(
         version=version.id,
         step=version.step,
         folder=version.location if is_there and is_in_place(version) else None,
@@ -83,7 +83,7 @@ def of_published(version: PolicyVersion) -> Policy:
     )
 
 
-async def hold_weights(store: Store, policy: Policy, copy: LocalCopy) -> str:
+async def hold_weights(store: Store, policy: EvaluatedPolicy, copy: LocalCopy) -> str:
     """Return the folder of a policy, in ``copy`` if it has none; that changes only after ``copy.release``.
 
     An adapter is merged into its base.
@@ -113,7 +113,7 @@ async def hold_weights(store: Store, policy: Policy, copy: LocalCopy) -> str:
     )
 
 
-async def find_model(store: Store, named: str, base: str | None) -> Policy:
+async def find_model(store: Store, named: str, base: str | None) -> EvaluatedPolicy:
     """Return the model in a folder or a checkpoint; the adapter of a checkpoint is merged first.
 
     Raises ModelError if it has no weights or no tokenizer, or another tokenizer than the run's model.
@@ -125,7 +125,7 @@ async def find_model(store: Store, named: str, base: str | None) -> Policy:
     folder = await asyncio.to_thread(model_of, given)
     files = await asyncio.to_thread(checksums, folder)
     await _require_tokenizer(store, folder, base)
-    return Policy(version=None, folder=str(folder), digest=digest(plain(files)))
+    return EvaluatedPolicy(version=None, folder=str(folder), digest=digest(plain(files)))
 
 
 def model_of(folder: Path) -> Path:

@@ -24,7 +24,7 @@ class StoppedError(Exception):
     """A signal asked the command to stop."""
 
 
-class Progress:
+class Parts:
     """Says on stderr what a command does, and for how long."""
 
     def __init__(self, name: str, stop: asyncio.Event, out: TextIO | None = None) -> None:

@@ -91,7 +91,7 @@ def require_key(config: GatewayConfig) -> str | None:
 
 
 @dataclass(kw_only=True)
-class Conversations:
+class ProductConversations:
     """Opens conversations, ends them, takes feedback, scores and finalizes. Keeps no state of its own."""
 
     store: Store
@@ -283,7 +283,7 @@ async def serve_gateway(configs: Configs) -> None:
                 await server.close()
 
 
-async def _conversations(store: Store, configs: Configs) -> Conversations | None:
+async def _conversations(store: Store, configs: Configs) -> ProductConversations | None:
     """Return the conversations of ``--gateway_train feedback``; None if the gateway serves tasks alone."""
     config = configs[GatewayConfig]
     if config.gateway_train == "tasks":
@@ -294,7 +294,7 @@ async def _conversations(store: Store, configs: Configs) -> Conversations | None
     await begin_model(store, configs[ModelConfig].model_name_or_path, "gateway")
     sampling = configs[SamplingConfig]
     outages = Outages(sampling.outage_wait_seconds)
-    return Conversations(
+    return ProductConversations(
         store=store,
         config=config,
         agent=configs[AgentConfig],

@@ -52,7 +52,7 @@ _LARGEST_LOGPROB = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class StreamChunk:
     """One event of a stream: the tokens that it adds, and what it says about the whole generation."""
 
     ids: Sequence[int] = ()
@@ -101,7 +101,7 @@ class Collector:
         if self.adapter is not None:
             self.version = adapter_version(self.adapter)
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: StreamChunk) -> None:
         """Append one chunk, after checking its ids and logprobs."""
         self._check(chunk)
         if self.adapter is not None:
@@ -148,7 +148,7 @@ class Collector:
         is_whole = mask.keeps(np.array(self.ids)) and bool(mask.counts.all())
         return mask if is_whole and mask.ids.min() >= 0 and mask.ids.max() < self.vocab_size else None
 
-    def _version_of(self, chunk: Chunk) -> int:
+    def _version_of(self, chunk: StreamChunk) -> int:
         """Return the version to record for the tokens of ``chunk``.
 
         An event that is sent after a weight update may hold tokens from before it. They count as those of the
@@ -175,7 +175,7 @@ class Collector:
             sampling_mask=b"" if mask is None else mask.pack(),
         )
 
-    def _check(self, chunk: Chunk) -> None:
+    def _check(self, chunk: StreamChunk) -> None:
         if len(chunk.logprobs) != len(chunk.ids):
             raise malformed(self.url, f"{len(chunk.logprobs)} logprobs for {len(chunk.ids)} tokens")
         if len(self.ids) + len(chunk.ids) > self.max_new_tokens:
@@ -399,7 +399,7 @@ class EngineClient(EngineControl):
             rest |= {"return_routed_experts": True, "routed_experts_start_len": routed_from}
         return "/generate", b"".join((b'{"input_ids":', ids_json, b",", orjson.dumps(rest)[1:]))
 
-    def _fields(self, event: Mapping[str, Any], have: int) -> Chunk:
+    def _fields(self, event: Mapping[str, Any], have: int) -> StreamChunk:
         """Return the chunk of an event after ``have`` tokens; its ids are the new ones or all so far."""
         meta = event["meta_info"]
         new = int(meta["completion_tokens"]) - have
@@ -416,7 +416,7 @@ class EngineClient(EngineControl):
         if 0 < new <= len(kept):
             kept = kept[len(kept) - new :]
             logprobs = [float(value) for value in meta["output_token_sampling_logprobs"][-new:]]
-        return Chunk(
+        return StreamChunk(
             ids=event["output_ids"][len(event["output_ids"]) - new :] if new > 0 else (),
             logprobs=logprobs if new > 0 else (),
             kept=kept if new > 0 else (),

@@ -112,7 +112,7 @@ class Incoming:
 
 
 @dataclass(slots=True)
-class Connection:
+class EngineConnection:
     """One connection, which carries one request at a time."""
 
     reader: asyncio.StreamReader
@@ -140,7 +140,7 @@ class Connections:
             self._prefix = f"http://{self._netloc}{self._prefix}"
         self._forwarded = self._authorization if is_forwarded else []
         """Headers for a proxy that reads the request; one of an encrypted connection reads CONNECT only."""
-        self._idle: list[Connection] = []
+        self._idle: list[EngineConnection] = []
         self._is_closed = False
 
     async def close(self) -> None:
@@ -182,7 +182,7 @@ class Connections:
                 connection.used_at = time.monotonic()
                 self._idle.append(connection)
 
-    async def _connection(self) -> Connection:
+    async def _connection(self) -> EngineConnection:
         while self._idle:
             connection = self._idle.pop()
             is_recent = time.monotonic() - connection.used_at < _KEEP_ALIVE_SECONDS
@@ -199,7 +199,7 @@ class Connections:
                     reader, writer = await self._through(urlsplit(self._proxy))
         except TimeoutError as error:
             raise ConnectionError(f"no connection within {_CONNECT_SECONDS:g} s") from error
-        return Connection(reader, writer, time.monotonic())
+        return EngineConnection(reader, writer, time.monotonic())
 
     async def _through(self, proxy: SplitResult) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to a proxy; for an encrypted connection, through it. Raises ConnectionError."""

@@ -28,7 +28,7 @@ from agentrl.documents.task import task_key
 from agentrl.documents.training import Checkpoint, DBRecordData, TrainStep
 from agentrl.errors import ConfigError
 from agentrl.evaluation.policy import of_published
-from agentrl.evaluation.progress import Progress
+from agentrl.evaluation.progress import Parts
 from agentrl.evaluation.report import evaluated_tasks, find
 from agentrl.lab.flags import BlameConfig, parent_configs
 from agentrl.lab.influence import Direction, Images, influences, likelihood_direction
@@ -253,7 +253,7 @@ class Blame:
         return sum(item.effect for item in self.effects)
 
 
-async def blame(configs: Configs, named_a: str, named_b: str, progress: Progress) -> Blame:
+async def blame(configs: Configs, named_a: str, named_b: str, progress: Parts) -> Blame:
     """Return the effect of each trajectory that the run trained between evaluations A and B.
 
     ``configs`` has a BlameConfig too; flags of the trainer that are not given are those of the run. Raises
@@ -347,7 +347,7 @@ class _Measuring:
 
     store: Store
     configs: Configs
-    progress: Progress
+    progress: Parts
     steps: Sequence[TrainStep]
     """All steps between the evaluations."""
     held_out: tuple[Sequence[DBRecordData], Images]

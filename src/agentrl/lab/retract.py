@@ -31,19 +31,19 @@ from agentrl.documents.training import Checkpoint, TrainStep, read_checkpoints
 from agentrl.errors import ConfigError, StoreError
 from agentrl.lab.dataset import FILE, require_pyarrow
 from agentrl.lab.transfer import MANIFEST, Transfer, verify, withdrawn_in
-from agentrl.lab.withdraw import Retractions, Selection, Withdrawing
+from agentrl.lab.withdraw import Retractions, RetractSelection, Withdrawing
 from agentrl.observe.progress import progress
 from agentrl.store.client import Store, open_connection, open_existing, open_store
 from agentrl.store.mechanics.connection import Connection
 from agentrl.store.runs import Runs
 from agentrl.train.folders import RunFolders, place_of, run_folders
-from agentrl.train.lease import TrainerLease, hold_lease
+from agentrl.train.lease import HeldTrainerLease, hold_lease
 from agentrl.weights import storage
 from agentrl.weights.storage import is_remote
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
-    from agentrl.train.lease import TrainerLease
+    from agentrl.train.lease import HeldTrainerLease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ def require_possible(found: Influence) -> None:
         )
 
 
-async def go_back(store: Store, lease: TrainerLease, found: Influence, roots: Sequence[Path]) -> Rebuilt:
+async def go_back(store: Store, lease: HeldTrainerLease, found: Influence, roots: Sequence[Path]) -> Rebuilt:
     """Undo the steps after the clean checkpoint, then delete checkpoints and versions. Idempotent.
 
     ``roots`` are the run's folders of checkpoints. Call ``require_possible`` before. Raises StoreError for
@@ -320,7 +320,7 @@ async def withdraw_from(
     try:
         await Transfer(connection).load(folder, allow_modules=True, withdrawn=True)
         again = [replace(stones[key], deleted_at=None) for key in sorted(held)]
-        chosen = Selection(tombstones=again, first_step=None, versions=())
+        chosen = RetractSelection(tombstones=again, first_step=None, versions=())
         await Retractions(connection).begin(chosen, because, by, rebuilds=False)
         await delete_withdrawn(connection)
         await finish_withdrawn(connection, is_sampled=False)
@@ -428,7 +428,7 @@ class _Call:
     store: Store
     configs: Configs
     retractions: Retractions
-    selection: Selection
+    selection: RetractSelection
     unfinished: Sequence[Retraction]
     rebuilt: list[Retraction]
     """Those for which the run goes back to an earlier checkpoint."""
@@ -552,7 +552,7 @@ class _Call:
             named.discard(place)
         return sorted(named)
 
-    async def _go_back(self, lease: TrainerLease) -> None:
+    async def _go_back(self, lease: HeldTrainerLease) -> None:
         await self.retractions.plan_rebuild(self.rebuilt)
         steps = await self.retractions.tainted(self.rebuilt)
         found = await influence(self.store, steps, self.folders.roots)
@@ -581,7 +581,7 @@ class _Call:
                 await self.withdraw_from_children(named, other, stones)
 
     @asynccontextmanager
-    async def _lease(self, store: Store) -> AsyncIterator[TrainerLease]:
+    async def _lease(self, store: Store) -> AsyncIterator[HeldTrainerLease]:
         """Hold the lease of a run's trainer, and leave how its last trainer ended as it is stored."""
         ended = (await store.trainer_lease.read()).ended
         async with hold_lease(store, self.configs[ClaimConfig].lease_seconds) as lease:
@@ -629,7 +629,7 @@ async def _remove_log_lines(store: Store, run: RunConfig, names: Collection[str]
             print(f"{folder}: {lines:,} log records of {run.run_name} that named it are removed")
 
 
-async def _select(retractions: Retractions, flags: RetractFlags) -> Selection:
+async def _select(retractions: Retractions, flags: RetractFlags) -> RetractSelection:
     return await retractions.select(scorers=flags.scorer, tasks=flags.task, records=flags.record)
 
 

@@ -30,8 +30,8 @@ from agentrl.base.validation import (
     Count,
     PlainText,
     PositiveWhole,
-    Settings,
     SettingsFile,
+    SettingsModel,
     Text,
     broken,
     read_settings,
@@ -62,7 +62,7 @@ _DIGITS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldOut(Settings):
+class HeldOut(SettingsModel):
     """What judges the settings: ``agentrl eval`` of each child's last weights."""
 
     file: Text
@@ -80,7 +80,7 @@ class HeldOut(Settings):
 
 
 @dataclass(frozen=True)
-class Setting:
+class SweepSetting:
     """Flags of ``agentrl whatif`` that differ from the parent's."""
 
     flags: Mapping[str, str]
@@ -97,7 +97,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep(Settings):
+class Sweep(SettingsModel):
     """The content of the file."""
 
     name: Text
@@ -125,20 +125,20 @@ class Sweep(Settings):
         for name, values in self.grid.items():
             if not values:
                 raise broken("has no value", "grid", name, hint="give at least one")
-        found: dict[str, Setting] = {}
+        found: dict[str, SweepSetting] = {}
         for setting in self.all:
             if setting.id in found:
                 raise broken(f"has the setting '{setting.shown}' twice", hint="leave one out")
             found[setting.id] = setting
 
     @property
-    def all(self) -> list[Setting]:
+    def all(self) -> list[SweepSetting]:
         """The settings: those of the list, then every combination of the grid."""
         combined = itertools.product(*self.grid.values()) if self.grid else ()
-        grid = [Setting(dict(zip(self.grid, values, strict=True))) for values in combined]
-        return [*map(Setting, self.settings), *grid]
+        grid = [SweepSetting(dict(zip(self.grid, values, strict=True))) for values in combined]
+        return [*map(SweepSetting, self.settings), *grid]
 
-    def child(self, setting: Setting, seed: int) -> str:
+    def child(self, setting: SweepSetting, seed: int) -> str:
         """Return the name of the run of a setting and a seed."""
         trained = _digest(_text({**setting.flags, "steps": self.steps or ""}))
         return f"{self.run}_{self.name}_{trained}_{seed}"
@@ -171,7 +171,7 @@ def read_sweep(path: Path) -> Sweep:
     return sweep
 
 
-def _places(sweep: Sweep) -> Iterator[tuple[Place, Setting]]:
+def _places(sweep: Sweep) -> Iterator[tuple[Place, SweepSetting]]:
     listed = len(sweep.settings)
     for index, setting in enumerate(sweep.all):
         yield ("settings", index) if index < listed else ("grid",), setting
@@ -236,11 +236,11 @@ Key = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Child:
+class SweepChild:
     """The run of one setting and one seed."""
 
     name: str
-    setting: Setting
+    setting: SweepSetting
     seed: int
     steps: int = 0
     """Steps that it has trained with its own flags."""
@@ -263,8 +263,8 @@ class Child:
 class Standing:
     """How one setting stands."""
 
-    setting: Setting
-    children: Sequence[Child]
+    setting: SweepSetting
+    children: Sequence[SweepChild]
     """One a seed."""
     score: Estimate | None
     """Over tasks, all seeds together; None before an evaluation."""
@@ -302,29 +302,29 @@ class Race:
 
     stopped: Mapping[str, int]
     """Setting's id → rounds after which it was stopped."""
-    missing: Sequence[Child]
+    missing: Sequence[SweepChild]
     """The children of the present round that are not done; empty at the end."""
 
 
 async def read_children(
-    source: Store, sweep: Sweep, known: Mapping[Key, Child] | None = None
-) -> dict[Key, Child]:
+    source: Store, sweep: Sweep, known: Mapping[Key, SweepChild] | None = None
+) -> dict[Key, SweepChild]:
     """Return where each child is; ``source`` is the parent's store.
 
     ``known`` are children as they were: those that are done are not read again.
     """
     label = None if sweep.eval is None else sweep.eval.label
-    children: dict[Key, Child] = {}
+    children: dict[Key, SweepChild] = {}
     for setting, seed in product(sweep.all, sweep.seeds):
         old = (known or {}).get((setting.id, seed))
         if old is None or not is_done(sweep, old):
-            child = Child(name=sweep.child(setting, seed), setting=setting, seed=seed)
+            child = SweepChild(name=sweep.child(setting, seed), setting=setting, seed=seed)
             old = await _read(source, child, label)
         children[setting.id, seed] = old
     return children
 
 
-async def _read(source: Store, child: Child, label: str | None) -> Child:
+async def _read(source: Store, child: SweepChild, label: str | None) -> SweepChild:
     store = source.beside(child.name)
     relative = await store.ancestry.parent()
     if relative is None:
@@ -351,12 +351,12 @@ async def _read(source: Store, child: Child, label: str | None) -> Child:
     )
 
 
-def is_done(sweep: Sweep, child: Child) -> bool:
+def is_done(sweep: Sweep, child: SweepChild) -> bool:
     """Return whether a child is trained and, if the sweep evaluates, evaluated."""
     return child.is_trained and (sweep.eval is None or child.tasks is not None)
 
 
-def race(sweep: Sweep, children: Mapping[Key, Child], failed: Iterable[str] = ()) -> Race:
+def race(sweep: Sweep, children: Mapping[Key, SweepChild], failed: Iterable[str] = ()) -> Race:
     """Replay the race from what is done; ``failed`` are ids of settings that take no further part.
 
     Without an evaluation nothing is stopped: a what-if cannot change the reward of stored trajectories.
@@ -376,7 +376,7 @@ def race(sweep: Sweep, children: Mapping[Key, Child], failed: Iterable[str] = ()
     return Race(stopped=stopped, missing=())
 
 
-def standings(sweep: Sweep, children: Mapping[Key, Child], found: Race) -> list[Standing]:
+def standings(sweep: Sweep, children: Mapping[Key, SweepChild], found: Race) -> list[Standing]:
     """Return the settings, the best first; those without a score keep their order at the end."""
     own = {setting.id: [children[setting.id, seed] for seed in sweep.seeds] for setting in sweep.all}
     best = _best([setting for setting in sweep.all if setting.id not in found.stopped], own)
@@ -396,7 +396,7 @@ def standings(sweep: Sweep, children: Mapping[Key, Child], found: Race) -> list[
     return sorted(listed, key=lambda item: math.inf if item.score is None else -item.score.value)
 
 
-def _means(children: Sequence[Child]) -> dict[tuple[str, str], float]:
+def _means(children: Sequence[SweepChild]) -> dict[tuple[str, str], float]:
     """Return (task's id, digest) → its mean score over all children."""
     scores: dict[tuple[str, str], list[float]] = defaultdict(list)
     for child in children:
@@ -405,7 +405,9 @@ def _means(children: Sequence[Child]) -> dict[tuple[str, str], float]:
     return {key: statistics.fmean(values) for key, values in scores.items() if values}
 
 
-def _clearly_worse(alive: Sequence[Setting], children: Mapping[Key, Child], seeds: Sequence[int]) -> set[str]:
+def _clearly_worse(
+    alive: Sequence[SweepSetting], children: Mapping[Key, SweepChild], seeds: Sequence[int]
+) -> set[str]:
     own = {setting.id: [children[setting.id, seed] for seed in seeds] for setting in alive}
     best = _best(alive, own)
     worse = set()
@@ -420,7 +422,7 @@ def _clearly_worse(alive: Sequence[Setting], children: Mapping[Key, Child], seed
     return worse
 
 
-def _best(settings: Sequence[Setting], own: Mapping[str, Sequence[Child]]) -> Setting | None:
+def _best(settings: Sequence[SweepSetting], own: Mapping[str, Sequence[SweepChild]]) -> SweepSetting | None:
     """Return the setting with the highest mean score over its seeds; None without a score."""
     scores: dict[str, list[float]] = defaultdict(list)
     for setting in settings:
@@ -429,7 +431,7 @@ def _best(settings: Sequence[Setting], own: Mapping[str, Sequence[Child]]) -> Se
     return max(known, key=lambda setting: statistics.fmean(scores[setting.id]), default=None)
 
 
-def _difference(one: Sequence[Child], best: Sequence[Child]) -> Difference | None:
+def _difference(one: Sequence[SweepChild], best: Sequence[SweepChild]) -> Difference | None:
     """Return the best's score minus the other's, over the seeds and the tasks that both have evaluated."""
     pairs = [(a, b) for a, b in zip(one, best, strict=True) if a.tasks is not None and b.tasks is not None]
     a, b = _means([a for a, _ in pairs]), _means([b for _, b in pairs])
@@ -453,7 +455,7 @@ _NOT_OF_EVAL = frozenset({
 })  # fmt: skip
 """Flags of the parent's engines and samplers that an evaluation of a child does not take over."""
 
-Show = Callable[[Mapping[Key, Child], Race, Mapping[str, str]], None]
+Show = Callable[[Mapping[Key, SweepChild], Race, Mapping[str, str]], None]
 """Receives the children, the race, and setting's id → why it failed."""
 
 
@@ -490,7 +492,7 @@ class SweepRunner:
             self._environment.setdefault("OMP_NUM_THREADS", str(threads))
         self._steps = ""
         self._of_eval: Mapping[str, Any] = {}
-        self.children: dict[Key, Child] = {}
+        self.children: dict[Key, SweepChild] = {}
         self.failed: dict[str, str] = {}
         """Setting's id → why one of its children failed; the setting takes no further part."""
 
@@ -553,14 +555,14 @@ class SweepRunner:
         self.failed[key[0]] = error.message
         self._say(f"{self.children[key].name} failed: {error.message}")
 
-    async def _complete(self, child: Child, share: Mapping[str, str]) -> None:
+    async def _complete(self, child: SweepChild, share: Mapping[str, str]) -> None:
         """Train and evaluate a child under ``share``, then free it. Raises AgentRLError, which says why."""
         try:
             await self._train_and_evaluate(child, {**self._environment, **share})
         finally:
             self._free.append(share)
 
-    async def _train_and_evaluate(self, child: Child, environment: Mapping[str, str]) -> None:
+    async def _train_and_evaluate(self, child: SweepChild, environment: Mapping[str, str]) -> None:
         sweep, agentrl = self._sweep, [sys.executable, "-m", "agentrl"]
         here = [
             "--output_dir", str(self._output / child.name), "--log_dir", str(self._output / "logs"),

@@ -70,7 +70,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Child:
+class ComparedChild:
     """One what-if beside its parent."""
 
     name: str
@@ -92,18 +92,18 @@ class Child:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class WhatIfComparison:
     """What the page shows."""
 
     parent: str
     steps: Mapping[int, TrainStep]
-    children: Sequence[Child] = field(default_factory=tuple)
+    children: Sequence[ComparedChild] = field(default_factory=tuple)
 
 
-async def compare_runs(names: Sequence[str], here: Configs) -> Comparison:
+async def compare_runs(names: Sequence[str], here: Configs) -> WhatIfComparison:
     """Compare what-ifs of one parent with it. Raises ConfigError for any other run."""
     parents: set[str] = set()
-    children: list[Child] = []
+    children: list[ComparedChild] = []
     steps: dict[int, TrainStep] = {}
     for name in names:
         async with await open_existing(replace(here[RunConfig], run_name=name)) as store:
@@ -123,12 +123,12 @@ async def compare_runs(names: Sequence[str], here: Configs) -> Comparison:
             child = await _child(store, source, relative, found, here)
             children.append(child)
             steps |= {number: found[number] for number in child.steps if number in found}
-    return Comparison(parent=parents.pop(), steps=dict(sorted(steps.items())), children=children)
+    return WhatIfComparison(parent=parents.pop(), steps=dict(sorted(steps.items())), children=children)
 
 
 async def _child(
     store: Store, source: Store, relative: Relative, parents: Mapping[int, TrainStep], here: Configs
-) -> Child:
+) -> ComparedChild:
     steps = {step.recorded.step: step for step in await store.steps.find() if step.recorded is not None}
     configs = await _configs(source, here), await _configs(store, here)
     compared = [
@@ -138,7 +138,7 @@ async def _child(
     ]
     tokens = min(compared, key=lambda found: found.cosine, default=None)
     layers, why = await _layers(store, source, steps, configs)
-    return Child(
+    return ComparedChild(
         name=store.run_name, changed=relative.changed, without=len(relative.without),
         steps=dict(sorted(steps.items())), tokens=tokens, layers=layers, no_layers=why,
     )  # fmt: skip
@@ -284,14 +284,14 @@ mark { background: #ffe08a } .key span { margin-right: 1rem } .note { color: #66
 """
 
 
-def print_comparison(console: Console, found: Comparison) -> None:
+def print_comparison(console: Console, found: WhatIfComparison) -> None:
     """Print the means over the steps, and how far each what-if is from the parent."""
     first, last = _ends(found)
     rows = _means_of(found)
     console.print(table(f"Steps {first}-{last} of {found.parent}: means", _COLUMNS, rows))
 
 
-def write_page(found: Comparison, out: Path) -> None:
+def write_page(found: WhatIfComparison, out: Path) -> None:
     """Write the page. Raises ConfigError for a file that cannot be written."""
     first, last = _ends(found)
     runs = [(found.parent, found.steps), *((child.name, child.steps) for child in found.children)]
@@ -322,11 +322,11 @@ def write_page(found: Comparison, out: Path) -> None:
 _COLUMNS = ["run", *CURVES, "token cosine", "weights apart"]
 
 
-def _ends(found: Comparison) -> tuple[int, int]:
+def _ends(found: WhatIfComparison) -> tuple[int, int]:
     return min(found.steps, default=0), max(found.steps, default=0)
 
 
-def _means_of(found: Comparison) -> list[list[str]]:
+def _means_of(found: WhatIfComparison) -> list[list[str]]:
     rows = [[found.parent, *_means(found.steps), MISSING, MISSING]]
     for child in found.children:
         cosine = MISSING if child.tokens is None else f"{child.tokens.cosine:.3f}"
@@ -346,7 +346,7 @@ def _points(steps: Mapping[int, TrainStep], metric: str) -> list[tuple[int, floa
     return [(at, value) for at, value in values if value is not None]
 
 
-def _differs(child: Child) -> str:
+def _differs(child: ComparedChild) -> str:
     listed = [f"{name}: {old} → {new}" for name, (old, new) in child.changed.items()]
     if child.without:
         listed.append(f"{child.without} Records left out")
@@ -393,7 +393,7 @@ def _chart(metric: str, runs: Sequence[Mapping[int, TrainStep]]) -> str:
     return f"<figure><figcaption>{caption}</figcaption>{picture}</figure>"
 
 
-def _token_rows(parent: str, child: Child) -> str:
+def _token_rows(parent: str, child: ComparedChild) -> str:
     found = child.tokens
     if found is None:
         return f"<h3>{escape(child.name)}</h3><p class=note>Both runs store no values of single tokens.</p>"
@@ -410,7 +410,7 @@ def _token_rows(parent: str, child: Child) -> str:
     )
 
 
-def _layer_rows(parent: str, child: Child) -> str:
+def _layer_rows(parent: str, child: ComparedChild) -> str:
     name = escape(child.name)
     if not child.layers:
         return f"<h3>{name}</h3><p class=note>{escape(child.no_layers or '')}</p>"

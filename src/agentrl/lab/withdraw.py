@@ -69,7 +69,7 @@ _APPLIED = values(APPLIED_STEPS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class RetractSelection:
     """What would be withdrawn, and where it went."""
 
     tombstones: Sequence[Tombstone]
@@ -105,7 +105,7 @@ class Retractions(Withdrawals):
     @database_call
     async def select(
         self, *, scorers: Sequence[str] = (), tasks: Sequence[str] = (), records: Sequence[str] = ()
-    ) -> Selection:
+    ) -> RetractSelection:
         """Return what ``scorers`` scored, the ``tasks`` as a whole and the ``records``.
 
         A task is named by ``_id`` or by the ``id`` in its file, and goes in every epoch. All attempts at a
@@ -142,7 +142,7 @@ class Retractions(Withdrawals):
         return await self._located(chosen)
 
     @database_call
-    async def select_of_parent(self, stones: Sequence[Tombstone], *, reads: bool) -> Selection:
+    async def select_of_parent(self, stones: Sequence[Tombstone], *, reads: bool) -> RetractSelection:
         """Return what a child holds of its parent's ``stones``: copies of tasks, with its samples of them.
 
         With ``reads`` (a what-if), also the trajectories that its steps read.
@@ -187,7 +187,7 @@ class Retractions(Withdrawals):
             for record in await self._records({"task": task, "traj_id": {"$in": sorted(traj_ids)}}):
                 chosen.records[record["_id"]] = record
 
-    async def _located(self, chosen: _Chosen) -> Selection:
+    async def _located(self, chosen: _Chosen) -> RetractSelection:
         """Return tombstones of what is chosen and has none yet, with the steps that trained it."""
         for documents in (chosen.tasks, chosen.records):
             for batch in batches(list(documents), BATCH):
@@ -212,7 +212,7 @@ class Retractions(Withdrawals):
             for kind, documents in ((Withdrawn.TASK, chosen.tasks), (Withdrawn.RECORD, chosen.records))
             for key, document in sorted(documents.items())
         ]  # fmt: skip
-        return Selection(tombstones=stones, first_step=first, versions=await self._versions(first))
+        return RetractSelection(tombstones=stones, first_step=first, versions=await self._versions(first))
 
     async def _versions(self, first: int | None) -> tuple[int, ...]:
         if first is None:
@@ -226,7 +226,7 @@ class Retractions(Withdrawals):
     @database_call
     async def begin(
         self,
-        selection: Selection,
+        selection: RetractSelection,
         because: str,
         by: str,
         *,

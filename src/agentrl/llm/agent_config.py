@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, Field
 
 from agentrl.base.installation import shipped_files
-from agentrl.base.validation import PlainText, Settings, SettingsFile, Switch, Text, read_settings, wrong
+from agentrl.base.validation import PlainText, SettingsFile, SettingsModel, Switch, Text, read_settings, wrong
 
 S = TypeVar("S", bound="AgentSection")
 
@@ -29,7 +29,7 @@ Name = Annotated[PlainText, Field(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Limits(Settings):
+class _Limits(SettingsModel):
     """The limits of a model in one process (None: no limit), and its prices."""
 
     max_concurrency: Count | None = 32
@@ -56,7 +56,7 @@ class ModelEndpoint(_Limits):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentSection(Settings):
+class AgentSection(SettingsModel):
     """One section of the file: its endpoints, and the tries and times of each (seconds)."""
 
     name: str

@@ -52,7 +52,7 @@ class Use:
     amount: int
 
 
-class Window:
+class RateWindow:
     """Keeps the sum of all amounts within any 60 seconds at or below ``limit``."""
 
     def __init__(self, limit: int | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -88,14 +88,14 @@ class Window:
         return use
 
 
-class Limits:
+class EndpointLimits:
     """The limits of one endpoint in one event loop."""
 
     def __init__(self, endpoint: ModelEndpoint) -> None:
         limit = endpoint.max_concurrency
         self._slots = asyncio.Semaphore(limit) if limit is not None else None
-        self._requests = Window(endpoint.requests_per_minute)
-        self._tokens = Window(endpoint.tokens_per_minute)
+        self._requests = RateWindow(endpoint.requests_per_minute)
+        self._tokens = RateWindow(endpoint.tokens_per_minute)
         self._turn = asyncio.Lock()
         self._not_before = 0.0
 
@@ -133,7 +133,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Budget:
+class CallBudget:
     """What this process has spent on one section, and may spend."""
 
     limit: float | None = None
@@ -158,7 +158,7 @@ _SHOWN = 200
 Messages = Sequence[Mapping[str, Any]]
 
 
-class Problem(StrEnum):
+class EndpointProblem(StrEnum):
     """Why a request brought no text."""
 
     UNREACHABLE = "unreachable"  # no connection, or it was closed before the reply was complete
@@ -174,7 +174,7 @@ class LLMError(Exception):
     """One request brought no text. ``is_outage``: the endpoint is at fault, not the request."""
 
     def __init__(
-        self, problem: Problem, text: str, retry_after: float | None = None, status: int | None = None
+        self, problem: EndpointProblem, text: str, retry_after: float | None = None, status: int | None = None
     ) -> None:
         """``status`` is the HTTP status, if there was one."""
         super().__init__(f"{problem}: {text}" if text else problem.value)
@@ -185,7 +185,7 @@ class LLMError(Exception):
     @property
     def is_outage(self) -> bool:
         """Return whether another request would fail too."""
-        return self.problem is not Problem.REFUSED
+        return self.problem is not EndpointProblem.REFUSED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +209,7 @@ class EndpointClient:
 
     def __init__(self, endpoint: ModelEndpoint) -> None:
         self.endpoint = endpoint
-        self.limits = Limits(endpoint)
+        self.limits = EndpointLimits(endpoint)
         self._http = httpx2.AsyncClient(
             headers={"authorization": f"Bearer {endpoint.api_key}"},
             follow_redirects=True,
@@ -233,7 +233,7 @@ class EndpointClient:
                 async with asyncio.timeout(timeout):
                     text, prompt, completion, tool_calls, is_cut = await self._reply(messages, params)
             except TimeoutError as error:
-                raise LLMError(Problem.TIMED_OUT, f"no reply within {timeout:.3g} s") from error
+                raise LLMError(EndpointProblem.TIMED_OUT, f"no reply within {timeout:.3g} s") from error
             span.set({"gen_ai.usage.input_tokens": prompt, "gen_ai.usage.output_tokens": completion})
             reply = {"role": "assistant", "content": text, "tool_calls": tool_calls}
             span.messages("gen_ai.output.messages", [reply])
@@ -275,7 +275,7 @@ class EndpointClient:
             return _read(await self._post(messages, params))
         except LLMError as error:
             url = urlsplit(self.endpoint.base_url)
-            is_elsewhere = error.problem is Problem.NOT_A_COMPLETION or error.status in (404, 405)
+            is_elsewhere = error.problem is EndpointProblem.NOT_A_COMPLETION or error.status in (404, 405)
             if not is_elsewhere or url.path.strip("/") or self._path.startswith("/v1"):
                 raise
             try:
@@ -299,12 +299,13 @@ class EndpointClient:
                     body += piece
                     if len(body) > MAX_REPLY_BYTES:
                         raise LLMError(
-                            Problem.NOT_A_COMPLETION, f"a reply of more than {MAX_REPLY_BYTES:,} bytes"
+                            EndpointProblem.NOT_A_COMPLETION,
+                            f"a reply of more than {MAX_REPLY_BYTES:,} bytes",
                         )
         except LLMError:
             raise
         except Exception as error:  # of the HTTP library
-            raise LLMError(Problem.UNREACHABLE, _cause(error)) from error
+            raise LLMError(EndpointProblem.UNREACHABLE, _cause(error)) from error
         if not response.is_success:
             raise _status_error(response.status_code, body, response.headers)
         return bytes(body)
@@ -359,16 +360,18 @@ def _read(body: bytes) -> _Reply:
     except (ValueError, RecursionError) as error:
         shown = body[:_SHOWN].decode("utf-8", "replace")
         what = "a web page (does the URL end in /v1?)" if "<" in shown[:20] else "no JSON"
-        raise LLMError(Problem.NOT_A_COMPLETION, f"{what}: {shown!r}") from error
+        raise LLMError(EndpointProblem.NOT_A_COMPLETION, f"{what}: {shown!r}") from error
     try:
         choice = answer["choices"][0]
         message = choice["message"]
         calls = message.get("tool_calls") or []
         content = message.get("content") if calls else message["content"]
     except (LookupError, TypeError, AttributeError) as error:
-        raise LLMError(Problem.NOT_A_COMPLETION, f"no choices: {str(answer)[:_SHOWN]!r}") from error
+        raise LLMError(EndpointProblem.NOT_A_COMPLETION, f"no choices: {str(answer)[:_SHOWN]!r}") from error
     if content is not None and not isinstance(content, str):
-        raise LLMError(Problem.NOT_A_COMPLETION, f"a content that is not text: {str(content)[:_SHOWN]!r}")
+        raise LLMError(
+            EndpointProblem.NOT_A_COMPLETION, f"a content that is not text: {str(content)[:_SHOWN]!r}"
+        )
     usage = answer.get("usage")
     counts = usage if isinstance(usage, dict) else {}
     tool_calls = tuple(call for call in calls if isinstance(call, dict)) if isinstance(calls, list) else ()
@@ -385,12 +388,12 @@ def _count(value: Any) -> int:
 def _status_error(status: int, body: bytearray, headers: Mapping[str, str]) -> LLMError:
     text = f"HTTP {status}: {body.decode('utf-8', 'replace')[:_SHOWN]}"
     if status == 429:
-        return LLMError(Problem.RATE_LIMITED, text, retry_after(headers))
+        return LLMError(EndpointProblem.RATE_LIMITED, text, retry_after(headers))
     if status in (401, 403, 407):
-        return LLMError(Problem.LOGIN, text)
+        return LLMError(EndpointProblem.LOGIN, text)
     if status in (404, 408, 409) or status >= 500 or status < 400:
-        return LLMError(Problem.SERVER_ERROR, text, retry_after(headers), status)
-    return LLMError(Problem.REFUSED, text, status=status)
+        return LLMError(EndpointProblem.SERVER_ERROR, text, retry_after(headers), status)
+    return LLMError(EndpointProblem.REFUSED, text, status=status)
 
 
 def _cause(error: BaseException) -> str:
@@ -435,7 +438,7 @@ _LEAST_SECONDS = 0.05
 _SHORTEST_KEY = 6
 """A shorter API key is a placeholder, such as ``none``."""
 
-_budgets: dict[str, Budget] = {}
+_budgets: dict[str, CallBudget] = {}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -456,7 +459,7 @@ class Spent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer(Generic[T]):
+class ChatAnswer(Generic[T]):
     """A reply that could be read: ``value`` is what was read in ``reply``."""
 
     value: T
@@ -485,7 +488,7 @@ async def ask(
     read: Callable[[str], T | None],
     deadline: Deadline,
     params: Mapping[str, Any] | None = None,
-) -> Answer[T]:
+) -> ChatAnswer[T]:
     """Return what ``read`` finds in the reply of the first model that gives one; it returns None otherwise.
 
     Each model may use an equal share of the time that is left, for up to ``max_retries`` requests: a model
@@ -493,7 +496,7 @@ async def ask(
     Waiting for this process's own limits does not count. ``params`` are parameters of this request, beside
     each model's own. Raises NoAnswerError.
     """
-    budget = _budgets.setdefault(section.name, Budget())
+    budget = _budgets.setdefault(section.name, CallBudget())
     budget.limit = section.cost_limit
     question = _Question(section, messages, read, deadline, budget, params or {})
     started = asyncio.get_running_loop().time()
@@ -515,14 +518,14 @@ class _Question(Generic[T]):
     messages: Messages
     read: Callable[[str], T | None]
     deadline: Deadline
-    budget: Budget
+    budget: CallBudget
     params: Mapping[str, Any]
     spent: Spent = field(default_factory=Spent)
     problems: list[str] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     is_outage: bool = True
 
-    async def put_to(self, client: EndpointClient, share: float) -> Answer[T] | None:
+    async def put_to(self, client: EndpointClient, share: float) -> ChatAnswer[T] | None:
         """Ask one model, until ``share`` seconds have passed; return None if it gave no answer."""
         endpoint, until = client.endpoint, self.deadline.left() - share
         problem: str = "no time was left for it"
@@ -542,12 +545,12 @@ class _Question(Generic[T]):
                 if error.retry_after is not None:
                     client.limits.pause(error.retry_after)
                     self.waits.append(error.retry_after)
-                if error.problem in (Problem.REFUSED, Problem.LOGIN):
+                if error.problem in (EndpointProblem.REFUSED, EndpointProblem.LOGIN):
                     break
                 continue
             value = self.read(reply.text)
             if value is not None:
-                return Answer(
+                return ChatAnswer(
                     value=value, model=endpoint.model, reply=reply.text, spent=self.spent, completion=reply
                 )
             self.is_outage = False
@@ -558,14 +561,14 @@ class _Question(Generic[T]):
     async def _request(self, client: EndpointClient, until: float) -> Completion:
         if self.budget.is_used_up:
             raise LLMError(
-                Problem.RATE_LIMITED,
+                EndpointProblem.RATE_LIMITED,
                 f"this process has spent the cost_limit {self.budget.limit:g} of {self.section.name}",
             )
         use = await self._turn(client)
         try:
             left = self.deadline.left() - until
             if left < _LEAST_SECONDS:
-                raise LLMError(Problem.TIMED_OUT, "no time was left for the request")
+                raise LLMError(EndpointProblem.TIMED_OUT, "no time was left for the request")
             self.spent.requests += 1
             params = {**client.endpoint.params, **self.params}
             timeout = min(self.section.timeout, left)
@@ -584,7 +587,7 @@ class _Question(Generic[T]):
                     return await client.limits.acquire(estimated_tokens(self.messages))
             except TimeoutError as error:
                 text = f"this process's own limits let no request pass in {QUEUE_SECONDS:g} s"
-                raise LLMError(Problem.RATE_LIMITED, text) from error
+                raise LLMError(EndpointProblem.RATE_LIMITED, text) from error
 
     def _give_up(self, endpoint: ModelEndpoint, problem: str) -> None:
         if len(endpoint.api_key) >= _SHORTEST_KEY:

@@ -80,7 +80,7 @@ class Mongod:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class MongodChoice:
     """The chosen mongod, and a sentence for each one that was passed over, with the reason."""
 
     mongod: Mongod
@@ -93,7 +93,7 @@ class Choice:
         return self.data_version is not None and self.data_version[:2] < self.mongod.version[:2]
 
 
-def choose_mongod(given: str | Path | None = None, *, data_version: Version | None = None) -> Choice:
+def choose_mongod(given: str | Path | None = None, *, data_version: Version | None = None) -> MongodChoice:
     """Return the newest usable mongod; ``given`` or ``AGENTRL_MONGOD`` allows that one alone.
 
     ``data_version`` is the version that last opened the data: an older one is passed over, and so is one that
@@ -112,7 +112,7 @@ def choose_mongod(given: str | Path | None = None, *, data_version: Version | No
             skipped.append(f"{path} (from {source}): {reason}")
     if not usable:
         raise _none_usable(skipped, data_version, is_named=bool(named))
-    return Choice(max(usable, key=lambda mongod: mongod.version), tuple(skipped), data_version)
+    return MongodChoice(max(usable, key=lambda mongod: mongod.version), tuple(skipped), data_version)
 
 
 def inspect_mongod(path: Path, source: str) -> Mongod | str:
@@ -505,7 +505,7 @@ class EmbeddedStatus:
     pid: int | None
     port: int | None
     version: Version | None = None
-    choice: Choice | None = None
+    choice: MongodChoice | None = None
 
     @property
     def running(self) -> bool:

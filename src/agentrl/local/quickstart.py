@@ -70,7 +70,7 @@ class WorthReading:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class QuickstartOutcome:
     """The rewards and the cost of the committed steps, and the trajectories to look at."""
 
     rewards: list[float]
@@ -98,7 +98,7 @@ class Outcome:
         return fmean(self.rewards[-ENDS:])
 
 
-async def read_outcome(run_name: str, output: Path) -> Outcome | None:
+async def read_outcome(run_name: str, output: Path) -> QuickstartOutcome | None:
     """Read the rewards from the database and plot them; None if there is no step."""
     from agentrl.observe.plotting import plot_curve
     from agentrl.store.client import open_store
@@ -111,7 +111,7 @@ async def read_outcome(run_name: str, output: Path) -> Outcome | None:
         plot_curve(run_name, await store.steps.metrics(), plot)
         metrics = [step.metrics for step in steps]
         groups = await Details(store.connection).groups()
-        return Outcome(
+        return QuickstartOutcome(
             rewards=[float(item["reward"]) for item in metrics],
             seconds=median(item["seconds_forward_backward"] + item["seconds_optimizer"] for item in metrics),
             tokens=fmean(item["unique_tokens"] for item in metrics),
@@ -123,7 +123,7 @@ async def read_outcome(run_name: str, output: Path) -> Outcome | None:
         )
 
 
-def print_report(run_name: str, output: Path, outcome: Outcome) -> None:
+def print_report(run_name: str, output: Path, outcome: QuickstartOutcome) -> None:
     """Print the summary; its last line is ``reward FIRST -> LAST over N steps``."""
     agentrl = own_command()
     lines = [
@@ -503,7 +503,7 @@ _STOP_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preset:
+class DemoPreset:
     """The defaults of one of the two quickstarts; ``minutes`` is the least time limit: see ``Pace``."""
 
     base_name: str
@@ -512,8 +512,8 @@ class Preset:
     minutes: float
 
 
-REAL = Preset(base_name="quickstart", tasks="calculator_train.jsonl", steps=12, minutes=10.0)
-TINY = Preset(base_name="quickstart-tiny", tasks="tiny_train.jsonl", steps=30, minutes=5.0)
+REAL = DemoPreset(base_name="quickstart", tasks="calculator_train.jsonl", steps=12, minutes=10.0)
+TINY = DemoPreset(base_name="quickstart-tiny", tasks="tiny_train.jsonl", steps=30, minutes=5.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -527,7 +527,7 @@ class QuickstartRun:
     resumed: bool = False
 
     @property
-    def preset(self) -> Preset:
+    def preset(self) -> DemoPreset:
         """The preset of this run."""
         return TINY if self.tiny else REAL
 

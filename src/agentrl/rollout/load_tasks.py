@@ -21,7 +21,7 @@ from agentrl.base.permissions import allow
 from agentrl.base.process_pool import run_in_process
 from agentrl.base.registry import import_modules
 from agentrl.base.user_code import describe
-from agentrl.base.validation import Settings, read_config
+from agentrl.base.validation import SettingsModel, read_config
 from agentrl.config.schema import TaskConfig
 from agentrl.documents.task import Task, scorer_weights
 from agentrl.documents.task_file import Item, ReadResult, TaskSource, open_task_source, read_tasks
@@ -52,7 +52,7 @@ _HINT = "write env:NAME?n=1000&seed=1, in quotes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address(Settings):
+class Address(SettingsModel):
     """The tasks of an environment: ``env:NAME?n=…&seed=…&split=…&agent_name=…`` and its own options."""
 
     name: str

@@ -311,7 +311,7 @@ class Clock:
 
 
 @dataclass(slots=True)
-class Blame:
+class CallFailures:
     """A call's failures since the dependency served others; ``served`` is the breaker's count at the last."""
 
     served: int
@@ -373,7 +373,7 @@ class Outages:
         fails: then the trajectory is to blame, unless the server is full.
         """
         deadline = time.monotonic() + self._wait_seconds
-        blame: dict[Dependency, Blame] = {}
+        blame: dict[Dependency, CallFailures] = {}
         while True:
             try:
                 result = await call()
@@ -385,7 +385,7 @@ class Outages:
                 breaker.failed(error.message, error.retry_after)
                 if isinstance(error, SessionLostError):
                     raise
-                own = blame.setdefault(dependency, Blame(breaker.served))
+                own = blame.setdefault(dependency, CallFailures(breaker.served))
                 if own.is_own(breaker.served) and not isinstance(error, ServerFullError):
                     error.outage = None
                     raise

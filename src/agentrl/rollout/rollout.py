@@ -17,7 +17,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from agentrl.base.concurrency import Deadline
 from agentrl.base.user_code import contain, describe
-from agentrl.base.validation import Positive, PositiveWhole, Settings, Text, read_config
+from agentrl.base.validation import Positive, PositiveWhole, SettingsModel, Text, read_config
 from agentrl.chat.chat_format import Message, require_text_only, without_thought
 from agentrl.chat.parsers.base import ParsedMessage, ToolCall
 from agentrl.config.schema import AgentConfig
@@ -39,7 +39,7 @@ from agentrl.errors import (
 )
 from agentrl.inference.engine import Generation
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
-from agentrl.llm.client import Answer, NoAnswerError, ask
+from agentrl.llm.client import ChatAnswer, NoAnswerError, ask
 from agentrl.rollout.agent_io import (
     AgentCfg,
     Endpoint,
@@ -351,13 +351,13 @@ def _without_result(message: Message) -> Message:
     return {**message, "content": f"[not shown: a result of {length:,} characters does not fit]"}
 
 
-Reply = Answer[str]
+Reply = ChatAnswer[str]
 
 _NO_KEY = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FixedModel(Settings):
+class FixedModel(SettingsModel):
     """A model behind an OpenAI-compatible API. Its key stays in the environment."""
 
     base_url: Text

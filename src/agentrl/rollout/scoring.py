@@ -22,7 +22,7 @@ from agentrl.environments.session import names_of
 from agentrl.errors import FailureError, LeaseLostError, ScorerError, StoreError
 from agentrl.rollout.agent_io import failure_text
 from agentrl.rollout.held_claims import HeldClaims, owner_name
-from agentrl.rollout.outages import Blame, Outages, report_outages
+from agentrl.rollout.outages import CallFailures, Outages, report_outages
 from agentrl.scoring.scorers import ScorerContext, score_context, stored_context
 from agentrl.store.client import open_existing
 from agentrl.store.mechanics.retry import retry_outages
@@ -48,7 +48,7 @@ class Scoring:
     outages: Outages
     sampling: SamplingConfig
     claims: ClaimConfig
-    _blame: dict[str, Blame] = field(default_factory=dict)
+    _blame: dict[str, CallFailures] = field(default_factory=dict)
     """By Record id."""
 
     async def score(self, claim: Claim, context: ScorerContext, span: Span = NO_SPAN) -> bool:
@@ -122,7 +122,7 @@ class Scoring:
         counts = True
         if error.outage is not None:
             served = self.outages.breaker(error.outage).served
-            counts = self._blame.setdefault(claim.record_id, Blame(served)).is_own(served)
+            counts = self._blame.setdefault(claim.record_id, CallFailures(served)).is_own(served)
         message = failure_text(error)
         status = await self.store.attempts.postpone(
             claim,

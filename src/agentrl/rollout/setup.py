@@ -294,7 +294,7 @@ async def open_worker(
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class AdmissionLimit:
     """Limit the groups that are being sampled or wait to be trained.
 
     Groups are trained in the order in which they began. With at most (``max_staleness`` + 1) ×
@@ -364,7 +364,7 @@ async def sample(configs: Configs) -> None:
                 await store.imports.add(names_outside({groups.group_filter or "", groups.advantage}))
                 await store.settings.begin("chat", worker.chat_format.agreed_settings, "sample")
                 finalizer = GroupFinalizer(store, groups, split=TRAIN_SPLIT, seed=run.seed)
-                admission = Admission(sampling, configs[TrainConfig])
+                admission = AdmissionLimit(sampling, configs[TrainConfig])
                 if sampling.tail_policy == "cut":
                     config = replace(config, cut_after=admission.max_staleness + 1)
                 sampler = Sampler(

@@ -44,7 +44,7 @@ from agentrl.rollout.trace import end_trajectory, trajectory_span
 from agentrl.rollout.trajectory_calls import CallWriter, TrajectoryCalls
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.scorers import require_scorer
-from agentrl.tools.base import Trajectory
+from agentrl.tools.base import TrajectoryInfo
 from agentrl.tools.pool import ToolPool
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Worker:
 
         async with AsyncExitStack() as stack:
             session = await hold(
-                lambda: stack.enter_async_context(self.tools.session(Trajectory.of(claim), environment))
+                lambda: stack.enter_async_context(self.tools.session(TrajectoryInfo.of(claim), environment))
             )
             if environment is not None:
                 self.outages.breaker(environment.dependency).succeeded()

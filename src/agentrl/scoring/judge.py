@@ -16,7 +16,7 @@ from agentrl.chat.parsers.base import split_reasoning
 from agentrl.documents.base import is_finite
 from agentrl.errors import ScorerError, judge
 from agentrl.llm.agent_config import AgentSection, load_judge
-from agentrl.llm.client import RULE, Answer, Messages, NoAnswerError, ask, fenced
+from agentrl.llm.client import RULE, ChatAnswer, Messages, NoAnswerError, ask, fenced
 from agentrl.scoring.math_equality import same
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 
@@ -30,12 +30,14 @@ class SharedAnswers(Generic[T]):
 
     def __init__(self, kept: int = _KEPT) -> None:
         self._kept = kept
-        self._answers: OrderedDict[bytes, Answer[T]] = OrderedDict()
-        self._asking: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, asyncio.Task[Answer[T]]]] = (
-            WeakKeyDictionary()
-        )
+        self._answers: OrderedDict[bytes, ChatAnswer[T]] = OrderedDict()
+        self._asking: WeakKeyDictionary[
+            asyncio.AbstractEventLoop, dict[bytes, asyncio.Task[ChatAnswer[T]]]
+        ] = WeakKeyDictionary()
 
-    async def get(self, key: object, ask: Callable[[], Awaitable[Answer[T]]]) -> tuple[Answer[T], bool]:
+    async def get(
+        self, key: object, ask: Callable[[], Awaitable[ChatAnswer[T]]]
+    ) -> tuple[ChatAnswer[T], bool]:
         """Return the answer to the question ``key``, and whether this call asked for it.
 
         Calls at the same time share one ``ask``, and its exception. It goes on when a caller is cancelled.
@@ -54,7 +56,7 @@ class SharedAnswers(Generic[T]):
         with clock_stopped():
             return await asyncio.shield(task), is_new
 
-    async def _ask(self, digest: bytes, ask: Callable[[], Awaitable[Answer[T]]]) -> Answer[T]:
+    async def _ask(self, digest: bytes, ask: Callable[[], Awaitable[ChatAnswer[T]]]) -> ChatAnswer[T]:
         answer = await ask()
         self._answers[digest] = answer
         while len(self._answers) > self._kept:
@@ -163,7 +165,7 @@ async def _judge(
     model is down.
     """
 
-    async def ask_models() -> Answer[T]:
+    async def ask_models() -> ChatAnswer[T]:
         limit = current_deadline()
         seconds = SECONDS if limit is None else limit.left()
         try:

@@ -102,7 +102,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class RateEstimate:
     """Estimates from recently finalized groups."""
 
     ability: float
@@ -125,7 +125,7 @@ class Choice:
 
 
 def choose(
-    ordered: Sequence[Option], known: Sequence[Option], estimate: Estimate, first: int, capacity: int
+    ordered: Sequence[Option], known: Sequence[Option], estimate: RateEstimate, first: int, capacity: int
 ) -> list[Choice]:
     """Choose up to ``capacity`` groups or ``SLOTS_AT_ONCE`` slots; their numbers start at ``first``.
 
@@ -144,7 +144,7 @@ def choose(
     return chosen
 
 
-def _next_by(waiting: Mapping[str, Sequence[Option]], estimate: Estimate, number: int) -> str:
+def _next_by(waiting: Mapping[str, Sequence[Option]], estimate: RateEstimate, number: int) -> str:
     ordered, known = waiting[ORDER], waiting[PASS_RATE]
     if not ordered or not known:
         return ORDER if ordered else PASS_RATE
@@ -191,7 +191,9 @@ class TaskSelection(Repository):
         gate = await self._collection(GATE).find_one({"_id": ADMISSION}) or {}
         first = int(gate.get("begun") or 0) + 1
         recent = await self._recent({"split": split})
-        estimate = Estimate(estimate_ability(recent), tuple(await self._recent({"split": split, "epoch": 0})))
+        estimate = RateEstimate(
+            estimate_ability(recent), tuple(await self._recent({"split": split, "epoch": 0}))
+        )
         count = min(capacity, SLOTS_AT_ONCE)
         level = await self._level(split) if selection.by_level else None
         ordered = await self._ordered(split, count, excluded, level)

@@ -28,7 +28,7 @@ _MAX_CAUSES = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
+class TrajectoryInfo:
     """What tools may know of a trajectory. ``id`` is its Record's id; MCP servers receive it in ``_meta``."""
 
     id: str
@@ -40,7 +40,7 @@ class Trajectory:
     """The task's query."""
 
     @classmethod
-    def of(cls, claim: Claim) -> Trajectory:
+    def of(cls, claim: Claim) -> TrajectoryInfo:
         """Return the trajectory of a claim."""
         task = claim.task
         return cls(id=claim.record_id, servers=task.tools, meta=task.meta, question=task.query)
@@ -131,7 +131,7 @@ class ToolServer(Protocol):
         """Return the schemas of its tools as it last listed them, sorted by name."""
         ...
 
-    def session(self, trajectory: Trajectory) -> ServerSession:
+    def session(self, trajectory: TrajectoryInfo) -> ServerSession:
         """Return a session for one trajectory; its caller opens and closes it."""
         ...
 

@@ -24,8 +24,8 @@ from agentrl.base.validation import (
     PlainText,
     Positive,
     PositiveWhole,
-    Settings,
     SettingsFile,
+    SettingsModel,
     Switch,
     Text,
     broken,
@@ -55,7 +55,7 @@ class Scope(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits(Settings):
+class Limits(SettingsModel):
     """Limits of the calls to one tool; None leaves the run's flag, or no limit."""
 
     concurrency: PositiveWhole | None = None
@@ -78,7 +78,7 @@ class Limits(Settings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hook(Settings):
+class Hook(SettingsModel):
     """A tool call that the sampler makes for a trajectory.
 
     ``${trajectory}`` and ``${meta.KEY}`` in its arguments are the trajectory's id and a value of its task.
@@ -104,7 +104,7 @@ Hooks = Annotated[tuple[OneHook, ...], BeforeValidator(_listed)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(Settings):
+class Options(SettingsModel):
     """Options of every MCP server's entry, for every transport."""
 
     scope: Scope = Scope.SHARED

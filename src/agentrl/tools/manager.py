@@ -20,7 +20,7 @@ from agentrl.tools.base import (
     Schema,
     ServerSession,
     ToolServer,
-    Trajectory,
+    TrajectoryInfo,
     function_schema,
     schema_name,
     timed_out,
@@ -75,7 +75,7 @@ class ManagedServer(ToolServer):
         ]
         self._schemas = sorted(schemas, key=schema_name)
 
-    def session(self, trajectory: Trajectory) -> ManagedSession:
+    def session(self, trajectory: TrajectoryInfo) -> ManagedSession:
         return ManagedSession(self, trajectory.id)
 
     async def close(self) -> None:

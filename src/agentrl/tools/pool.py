@@ -24,7 +24,7 @@ from agentrl.tools.base import (
     ServerSession,
     ToolResult,
     ToolServer,
-    Trajectory,
+    TrajectoryInfo,
     function_schema,
     outages_of,
     schema_name,
@@ -317,7 +317,7 @@ class ToolPool:
         offered = [names.renamed(name, schema) for name in chosen for schema in self._servers[name].schemas]
         return sorted(offered, key=schema_name)
 
-    def session(self, trajectory: Trajectory, environment: OwnSession | None = None) -> ToolSession:
+    def session(self, trajectory: TrajectoryInfo, environment: OwnSession | None = None) -> ToolSession:
         """Return the tools of one trajectory: ``async with pool.session(trajectory) as tools``.
 
         The tools of its ``environment`` are offered beside those of the servers. Raises ToolServerError for

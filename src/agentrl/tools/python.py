@@ -27,7 +27,7 @@ from agentrl.tools.base import (
     ServerSession,
     ToolError,
     ToolServer,
-    Trajectory,
+    TrajectoryInfo,
     contain_within,
     function_schema,
     reply_within,
@@ -120,7 +120,7 @@ class PythonTools(ToolServer):
     def schemas(self) -> Sequence[Schema]:
         return self._toolset.schemas
 
-    def session(self, trajectory: Trajectory) -> PythonSession:
+    def session(self, trajectory: TrajectoryInfo) -> PythonSession:
         return PythonSession(self.name, self._toolset, call_timeout=self._call_timeout)
 
 
@@ -339,7 +339,7 @@ class StatefulTools(ToolServer):
     def schemas(self) -> Sequence[Schema]:
         return (self._schema,)
 
-    def session(self, trajectory: Trajectory) -> StatefulSession:
+    def session(self, trajectory: TrajectoryInfo) -> StatefulSession:
         return StatefulSession(
             self._target, self._schema, trajectory, name=self.name, call_timeout=self._call_timeout
         )
@@ -349,7 +349,7 @@ class StatefulSession(ServerSession):
     """One tool with the state of one trajectory: ``create`` at its start, ``release`` at its end."""
 
     def __init__(
-        self, target: Any, schema: Schema, trajectory: Trajectory, *, name: str, call_timeout: float
+        self, target: Any, schema: Schema, trajectory: TrajectoryInfo, *, name: str, call_timeout: float
     ) -> None:
         self._target = target
         self._schema = schema

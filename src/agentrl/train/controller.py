@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from agentrl.base.device_lease import return_freed_memory
-from agentrl.distributed.load_shards import Rows, read_rows
+from agentrl.distributed.load_shards import ShardRows, read_rows
 from agentrl.distributed.mesh import World
 from agentrl.documents.images import Image
 from agentrl.documents.run import LiveKind, LiveWeights
@@ -64,7 +64,7 @@ class PublishedShare:
     policy: Policy
 
     @cached_property
-    def _base(self) -> dict[str, Rows]:
+    def _base(self) -> dict[str, ShardRows]:
         """The base model's rows, by parameter; its files are read once."""
         model, base = self.policy.model, self.policy.base
         trained = {name for name, weight in model.named_parameters() if weight.requires_grad}

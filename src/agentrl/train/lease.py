@@ -34,7 +34,7 @@ _POLL_SECONDS = 1.0
 """How often to try for a lease whose holder may have died."""
 
 
-class TrainerLease:
+class HeldTrainerLease:
     """The lease of this process on its run; ``hold_lease`` acquires it."""
 
     def __init__(self, store: Store, attempt: int, seconds: float, owner: str = "trainer") -> None:
@@ -89,7 +89,7 @@ class ThreadFence:
     The timeouts of a database call bound each wait.
     """
 
-    lease: TrainerLease
+    lease: HeldTrainerLease
     loop: asyncio.AbstractEventLoop
 
     def check(self) -> None:
@@ -104,7 +104,7 @@ class ThreadFence:
 @asynccontextmanager
 async def hold_lease(
     store: Store, seconds: float, stop: asyncio.Event | None = None
-) -> AsyncIterator[TrainerLease]:
+) -> AsyncIterator[HeldTrainerLease]:
     """Hold the run's lease for the length of the block, and renew it meanwhile.
 
     If the holder cannot be observed from here (another machine or container), waits until its lease expires.
@@ -117,7 +117,7 @@ async def hold_lease(
         lambda: store.trainer_lease.acquire(owner, socket.gethostname(), os.getpid(), seconds, own),
         stop or asyncio.Event(),
     )
-    lease = TrainerLease(store, attempt, seconds, owner)
+    lease = HeldTrainerLease(store, attempt, seconds, owner)
     try:
         async with renewed(lease.check, seconds, "the trainer's lease"):
             yield lease

@@ -21,7 +21,7 @@ from agentrl.observe.progress import StepView
 from agentrl.observe.terminal import excerpt
 from agentrl.observe.trackers import Tracker
 from agentrl.store.mechanics.retry import retry_outages
-from agentrl.train.lease import TrainerLease
+from agentrl.train.lease import HeldTrainerLease
 from agentrl.train.publishing import DeviceTurns, Progress, Saver
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Trainer:
     saver: Saver
     stream: StepSource
     progress: Progress
-    lease: TrainerLease
+    lease: HeldTrainerLease
     turns: DeviceTurns
     stop: asyncio.Event
     view: StepView

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from agentrl.base.validation import Settings, read_config
+from agentrl.base.validation import SettingsModel, read_config
 from agentrl.config.flags import require
 from agentrl.config.schema import MemoryConfig, OptimConfig
 from agentrl.errors import ConfigError
@@ -51,7 +51,7 @@ _HYPERPARAMETERS = ("initial_lr", "betas", "eps", "weight_decay")
 
 
 @dataclass(frozen=True)
-class AdamArguments(Settings):
+class AdamArguments(SettingsModel):
     """What ``--optim_args`` may set."""
 
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9

@@ -24,7 +24,7 @@ from agentrl.train import checkpoint
 from agentrl.train.checkpoint import Unfinished
 from agentrl.train.controller import Controller
 from agentrl.train.folders import RunFolders, place_of
-from agentrl.train.lease import TrainerLease
+from agentrl.train.lease import HeldTrainerLease
 from agentrl.weights.folder import architecture, explain_write_errors, require_space
 from agentrl.weights.local_copy import is_in_place
 from agentrl.weights.publish import LIVE_ENGINE_SECONDS, PublishTarget, publish, publish_base, publish_live
@@ -193,7 +193,7 @@ class Publisher:
     config: TrainConfig
     controller: Controller
     progress: Progress
-    lease: TrainerLease
+    lease: HeldTrainerLease
     turns: DeviceTurns
     folders: RunFolders
     max_staleness: int
@@ -487,7 +487,7 @@ class Saver:
     config: TrainConfig
     controller: Controller
     progress: Progress
-    lease: TrainerLease
+    lease: HeldTrainerLease
     folders: RunFolders
     publisher: Publisher
     saved: Path | None = None

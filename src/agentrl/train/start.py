@@ -54,7 +54,7 @@ from agentrl.train import checkpoint
 from agentrl.train.build import build_trainer, step_precision
 from agentrl.train.controller import Controller, follow, lead
 from agentrl.train.folders import RunFolders, run_folders
-from agentrl.train.lease import TrainerLease, hold_lease
+from agentrl.train.lease import HeldTrainerLease, hold_lease
 from agentrl.train.loop import Trainer
 from agentrl.train.optimizer import schedule_length
 from agentrl.train.publishing import DeviceTurns, Progress, Publisher, Saver, roll_back
@@ -70,7 +70,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retention:
+class KeptFiles:
     """How many versions and checkpoints a run keeps, and their sizes."""
 
     versions: int
@@ -99,7 +99,7 @@ class Retention:
         )
 
 
-def retention(base: Path, dtype: str, config: TrainConfig, *, is_adapter: bool) -> Retention:
+def retention(base: Path, dtype: str, config: TrainConfig, *, is_adapter: bool) -> KeptFiles:
     """Return what a run on the model in ``base`` keeps with these flags; it is trained in ``dtype``.
 
     A checkpoint holds the weights as they are published, the optimizer's moments in ``dtype``, and the
@@ -108,7 +108,7 @@ def retention(base: Path, dtype: str, config: TrainConfig, *, is_adapter: bool) 
     own = stored_dtype(base)
     copies = _MOMENTS + (dtype != own and own != "float32")
     holds_adapter = is_adapter and config.publish in ("auto", "adapter")
-    return Retention(
+    return KeptFiles(
         versions=config.published_versions_kept if config.publish_to is None else 0,
         version_bytes=0 if holds_adapter else model_bytes(base, _BYTES[own]),
         checkpoints=config.save_total_limit,
@@ -117,7 +117,7 @@ def retention(base: Path, dtype: str, config: TrainConfig, *, is_adapter: bool) 
     )
 
 
-def check_output(output: Path, kept: Retention, others: Sequence[Path] = ()) -> None:
+def check_output(output: Path, kept: KeptFiles, others: Sequence[Path] = ()) -> None:
     """Log what will be kept. Raises ConfigError for a folder that is not writable or has too little space.
 
     ``others`` are more folders that must be writable. The newest checkpoints and versions in ``output`` count
@@ -318,7 +318,7 @@ async def _choose_checkpoint(store: Store, configs: Configs, folders: RunFolders
 
 async def _resume(
     store: Store,
-    lease: TrainerLease,
+    lease: HeldTrainerLease,
     configs: Configs,
     world: World,
     precision: Precision,
@@ -347,7 +347,7 @@ async def _resume(
 
 async def _trainer(
     store: Store,
-    lease: TrainerLease,
+    lease: HeldTrainerLease,
     configs: Configs,
     turns: DeviceTurns,
     folders: RunFolders,

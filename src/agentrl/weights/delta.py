@@ -154,7 +154,7 @@ class StoredShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class DeltaChunk:
     """The changed elements of one chunk of a tensor, as the index describes them."""
 
     changed: int
@@ -197,18 +197,18 @@ class DeltaFile:
             values.append(new)
         return np.concatenate(positions), np.concatenate(values)
 
-    def chunks(self, name: str, like: StoredShape) -> dict[int, Chunk]:
+    def chunks(self, name: str, like: StoredShape) -> dict[int, DeltaChunk]:
         """Return the changed chunks of a tensor by number. Raises PublishError if it is not like ``like``."""
         try:
             entry = self.index[name]
             if (entry["dtype"], tuple(entry["shape"])) != (like.dtype, like.shape):
                 raise ValueError(f"{name} is not {like.dtype} {list(like.shape)}")
-            chunks: dict[int, Chunk] = {}
+            chunks: dict[int, DeltaChunk] = {}
             for number, changed, width, offset, sizes in entry["chunks"]:
                 if any(type(value) is not int for value in (number, changed, width, offset, *sizes)):
                     raise ValueError(f"a number of {name} is not an integer")
                 length = min(CHUNK, like.elements - number * CHUNK)
-                chunks[number] = Chunk(changed, width, offset, tuple(sizes), like.word, length)
+                chunks[number] = DeltaChunk(changed, width, offset, tuple(sizes), like.word, length)
             if not chunks:
                 raise ValueError(f"{name} has no chunks")
         except (ValueError, KeyError, TypeError) as error:
@@ -220,7 +220,7 @@ class DeltaFile:
                 raise self._damaged(f"chunk {number} of {name} does not fit {list(like.shape)}")
         return chunks
 
-    def read(self, chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    def read(self, chunk: DeltaChunk) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """Return the positions in a chunk that change, and their values. PublishError if they do not fit."""
         try:
             planes, offset, decompressor = [], 0, zstandard.ZstdDecompressor()

@@ -306,7 +306,7 @@ class WeightSender:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class WeightTransfer:
     """What the trainer is about to send, and over which group."""
 
     group: str
@@ -325,7 +325,7 @@ class WeightRequests:
         self._store = connect(host, port)
         self.group = uuid4().hex
 
-    def ask(self, name: str) -> Transfer:
+    def ask(self, name: str) -> WeightTransfer:
         """Ask for the weights ``name``; the trainer then waits in the group. Raises PublishError."""
         try:
             number = self._store.add("requests", 1)
@@ -339,7 +339,7 @@ class WeightRequests:
             ) from error
         if "error" in answer:
             raise PublishError(f"the trainer does not send the weights {name}: {answer['error']}")
-        return Transfer(self.group, answer["is_new"], answer["buckets"])
+        return WeightTransfer(self.group, answer["is_new"], answer["buckets"])
 
 
 _HELD = 2

@@ -33,7 +33,7 @@ from agentrl.documents.run import FileChecksum, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import ModelError, PublishError, first_line
 from agentrl.weights import storage
-from agentrl.weights.delta import CHUNK, LENGTH, SUFFIX, WORDS, Chunk, DeltaFile, StoredShape
+from agentrl.weights.delta import CHUNK, LENGTH, SUFFIX, WORDS, DeltaChunk, DeltaFile, StoredShape
 from agentrl.weights.folder import MANIFEST, WEIGHT_SUFFIXES, read_header, verify
 from agentrl.weights.tensor_checksums import TensorChecksum, new_checksum, weights_digest
 
@@ -102,7 +102,7 @@ def _places(folder: Path) -> dict[str, _InFile]:
 
 
 def _change_tensor(
-    place: _InFile, patches: Sequence[tuple[DeltaFile, Mapping[int, Chunk]]], expected: TensorChecksum
+    place: _InFile, patches: Sequence[tuple[DeltaFile, Mapping[int, DeltaChunk]]], expected: TensorChecksum
 ) -> TensorChecksum:
     digest = new_checksum(expected.checksum)
     descriptor = os.open(place.file, os.O_RDWR)

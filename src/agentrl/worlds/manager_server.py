@@ -26,7 +26,7 @@ from starlette.routing import Mount, Route
 from agentrl.base.concurrency import background
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError
-from agentrl.tools.base import Schema, ToolResult, Trajectory, schema_name
+from agentrl.tools.base import Schema, ToolResult, TrajectoryInfo, schema_name
 from agentrl.tools.config import McpSpec
 from agentrl.tools.manager import TRAJECTORY_HEADER
 from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES, render_item
@@ -133,7 +133,7 @@ class Nodes:
                 raise ToolServerError("all nodes are in use: raise --max_nodes, or wait")
             server, config = self.servers[name], self._config
             session = ToolSession(
-                {name: server.session(Trajectory(id=trajectory))},
+                {name: server.session(TrajectoryInfo(id=trajectory))},
                 ToolNames({name: server.schemas}),
                 max_chars=config.max_tool_result_chars,
                 max_parallel=config.max_parallel_tool_calls,

@@ -16,7 +16,7 @@ from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import LeaseLostError
 from agentrl.store.client import Store
-from agentrl.train.lease import TrainerLease
+from agentrl.train.lease import HeldTrainerLease
 from agentrl.weights import publish as publishing
 from agentrl.weights import storage
 from agentrl.weights.folder import checksums, complete_folder, verify
@@ -34,7 +34,7 @@ class Run:
     store: Store
     base: Path
     output: Path
-    leases: list[TrainerLease] = field(default_factory=list)
+    leases: list[HeldTrainerLease] = field(default_factory=list)
     written: Callable[[], Awaitable[None]] | None = None
     """Called once, when the next version is written and not published yet."""
 
@@ -42,7 +42,7 @@ class Run:
         """Become the trainer; the previous one does not know yet."""
         await self.store.database["TrainerLease"].update_one({}, {"$set": {"owner": None}})
         attempt = await self.store.trainer_lease.acquire("t", "h", os.getpid(), 60.0)
-        self.leases.append(TrainerLease(self.store, attempt, 60.0))
+        self.leases.append(HeldTrainerLease(self.store, attempt, 60.0))
         return attempt
 
     async def publish(self, attempt: int, step: int) -> PolicyVersion:

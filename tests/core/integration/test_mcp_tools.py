@@ -17,7 +17,7 @@ from server_process import end_server, start_server
 from agentrl.base.processes import free_port
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError
-from agentrl.tools.base import Trajectory, schema_name
+from agentrl.tools.base import TrajectoryInfo, schema_name
 from agentrl.tools.mcp import server
 from agentrl.tools.pool import ToolPool
 
@@ -115,9 +115,9 @@ async def test_tools_of_one_name_on_two_servers_are_prefixed(tmp_path: Path, url
         assert "add" not in names
         assert (await pool.call("web.add", {"a": 1, "b": 1})).server == "web"
     async with ToolPool(config_of(tmp_path, servers)) as all_servers:
-        async with all_servers.session(Trajectory(id="t", servers=("web",))) as tools:
+        async with all_servers.session(TrajectoryInfo(id="t", servers=("web",))) as tools:
             assert "add" in [schema_name(schema) for schema in await tools.list()]
-        async with all_servers.session(Trajectory(id="t", servers=())) as tools:
+        async with all_servers.session(TrajectoryInfo(id="t", servers=())) as tools:
             assert await tools.list() == []
         with pytest.raises(ToolServerError, match="unknown tool server nowhere"):
             all_servers.list(["nowhere"])

@@ -18,7 +18,7 @@ from server_process import end_server, start_server
 from agentrl.base.processes import free_port
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
-from agentrl.tools.base import Trajectory, schema_name
+from agentrl.tools.base import TrajectoryInfo, schema_name
 from agentrl.tools.mcp import server
 from agentrl.tools.pool import ToolPool, ToolSession
 
@@ -37,8 +37,8 @@ def stdio(**options: Any) -> dict[str, Any]:
     return {"command": "python", "args": [SERVER, "stdio"], **options}
 
 
-def trajectory(number: int = 0, **meta: Any) -> Trajectory:
-    return Trajectory(id=f"train/0/t/{number}", meta=meta)
+def trajectory(number: int = 0, **meta: Any) -> TrajectoryInfo:
+    return TrajectoryInfo(id=f"train/0/t/{number}", meta=meta)
 
 
 class Web:

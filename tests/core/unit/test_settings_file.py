@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 
-from agentrl.base.validation import BesideFile, PositiveWhole, Settings, SettingsFile, Text, read_settings
+from agentrl.base.validation import (
+    BesideFile,
+    PositiveWhole,
+    SettingsFile,
+    SettingsModel,
+    Text,
+    read_settings,
+)
 from agentrl.errors import ConfigError, dotted
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server(Settings):
+class Server(SettingsModel):
     """A part of a file."""
 
     name: str

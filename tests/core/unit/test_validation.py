@@ -13,7 +13,7 @@ from agentrl.base.validation import (
     Number,
     PlainText,
     Positive,
-    Settings,
+    SettingsModel,
     Switch,
     Text,
     broken,
@@ -26,7 +26,7 @@ from agentrl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inner(Settings):
+class Inner(SettingsModel):
     """A part."""
 
     kind: Literal["first", "second"] = "first"
@@ -34,7 +34,7 @@ class Inner(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outer(Settings):
+class Outer(SettingsModel):
     """What a person writes."""
 
     name: Text

@@ -17,7 +17,7 @@ from agentrl.config.schema import GroupConfig, ModelConfig, RunConfig
 from agentrl.documents.run import Evaluation
 from agentrl.documents.training import StepOrigin, TrainStep
 from agentrl.errors import ConfigError
-from agentrl.evaluation.progress import Progress
+from agentrl.evaluation.progress import Parts
 from agentrl.lab.blame import blame
 from agentrl.lab.cli.blame import main
 from agentrl.lab.flags import BlameConfig
@@ -48,7 +48,7 @@ async def refused(run_config: RunConfig, a: str, b: str, changes: str = "fell") 
     flags = BlameConfig(changes=changes)  # type: ignore[arg-type]
     configs = Configs([*training_configs(run_config), flags])
     with pytest.raises(ConfigError) as caught:
-        await blame(configs, a, b, Progress("blame", asyncio.Event()))
+        await blame(configs, a, b, Parts("blame", asyncio.Event()))
     return str(caught.value)
 
 

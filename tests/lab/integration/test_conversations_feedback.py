@@ -31,7 +31,7 @@ from agentrl.errors import ConfigError, RunMissingError, StoreUnavailableError
 from agentrl.gateway.app import GatewayApp, GatewayServer
 from agentrl.gateway.feedback import give_feedback
 from agentrl.gateway.request import GatewayError
-from agentrl.gateway.serve import Conversations, require_key
+from agentrl.gateway.serve import ProductConversations, require_key
 from agentrl.lab.runs import RunAdmin, rename_run
 from agentrl.observe.begin_run import begin_run
 from agentrl.rollout import scoring as scoring_module
@@ -56,7 +56,7 @@ async def gateway(
     engine.version = 0
     config = GatewayConfig(gateway_port=0, gateway_train="feedback", gateway_idle_minutes=idle_minutes)
     sampling, outages = SamplingConfig(feedback_hours=hours), Outages()
-    conversations = Conversations(
+    conversations = ProductConversations(
         store=store, config=config, agent=AgentConfig(), key=key,
         scoring=Scoring(store=store, outages=outages, sampling=sampling, claims=ClaimConfig()),
         finalizer=GroupFinalizer(store, GroupConfig(), split="train", seed=0),

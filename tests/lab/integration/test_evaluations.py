@@ -25,7 +25,7 @@ from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import EvaluationStatus
 from agentrl.errors import ConfigError, EngineError, ModelError, TaskFileError
 from agentrl.evaluation.evaluate import evaluate, identify
-from agentrl.evaluation.policy import Policy
+from agentrl.evaluation.policy import EvaluatedPolicy
 from agentrl.evaluation.report import compare, report
 from agentrl.store.client import Store
 from agentrl.weights.folder import checksums
@@ -216,7 +216,7 @@ async def test_published_versions_are_followed_on_an_own_engine_and_the_best_one
 async def test_an_edited_file_or_another_setting_is_another_evaluation(
     store: Store, run_config: RunConfig, file: Path, model: Path
 ) -> None:
-    policy = Policy(version=3, folder=str(model))
+    policy = EvaluatedPolicy(version=3, folder=str(model))
 
     async def name(*more: str) -> str:
         return (await identify(store, flags(run_config, file, *more), policy)).id
@@ -278,7 +278,7 @@ async def test_what_cannot_be_evaluated_is_named(
 async def test_the_trainer_keeps_what_is_being_evaluated(
     store: Store, run_config: RunConfig, file: Path, model: Path
 ) -> None:
-    policy = Policy(version=5, step=5, folder=str(model))
+    policy = EvaluatedPolicy(version=5, step=5, folder=str(model))
     evaluation = await identify(store, flags(run_config, file), policy)
     await store.evaluations.begin(replace(evaluation, status=EvaluationStatus.RUNNING))
     assert await store.evaluations.needed_versions() == {5}

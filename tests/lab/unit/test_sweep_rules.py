@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.base.validation import validate
 from agentrl.errors import ConfigError
-from agentrl.lab.sweep import Child, Key, Setting, Sweep, race, read_sweep, standings
+from agentrl.lab.sweep import Key, Sweep, SweepChild, SweepSetting, race, read_sweep, standings
 from agentrl.scoring.evaluation import EvaluatedTask
 
 EXAMPLE = Path(__file__).parents[3] / "assets/examples/sweep.yml"
@@ -74,7 +74,7 @@ def tasks(mean: float, seed: int, count: int = 40) -> list[EvaluatedTask]:
 
 def children(
     found: Sweep, means: Mapping[str, float | Sequence[float]], done: int = 3, trained: bool = True
-) -> dict[Key, Child]:
+) -> dict[Key, SweepChild]:
     """Children of which the first ``done`` seeds are evaluated; ``means`` by the setting's text."""
     made = {}
     for place, setting in enumerate(found.all):
@@ -82,7 +82,7 @@ def children(
         for index, seed in enumerate(found.seeds):
             value = mean if isinstance(mean, float) else mean[index]
             result = tasks(value, 10 * place + seed) if index < done else None
-            made[setting.id, seed] = Child(
+            made[setting.id, seed] = SweepChild(
                 name=found.child(setting, seed), setting=setting, seed=seed, is_trained=trained, tasks=result
             )
     return made
@@ -102,7 +102,7 @@ def test_a_setting_is_stopped_when_the_interval_against_the_best_excludes_zero()
     two = children(found, means, done=2)
     assert missing(found, children=two) == {(FAST, 2), (SLOW, 2)}
     [worst] = [item for item in standings(found, two, race(found, two)) if item.stopped_after]
-    assert (worst.setting, worst.stopped_after) == (Setting({}), 2)
+    assert (worst.setting, worst.stopped_after) == (SweepSetting({}), 2)
     assert worst.against_best.effect.low > 0.2
     assert race(found, children(found, means)).missing == ()
 
@@ -128,4 +128,4 @@ def test_without_an_evaluation_nothing_is_stopped() -> None:
 def test_a_failed_setting_takes_no_further_part() -> None:
     found = sweep(eval=HELD_OUT)
     new = children(found, {FAST: 0.6, SLOW: 0.5, SAME: 0.1}, done=0, trained=False)
-    assert missing(found, children=new, failed={Setting({}).id}) == {(FAST, 0), (SLOW, 0)}
+    assert missing(found, children=new, failed={SweepSetting({}).id}) == {(FAST, 0), (SLOW, 0)}

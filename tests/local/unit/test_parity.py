@@ -11,13 +11,13 @@ from rich.console import Console
 
 from agentrl.errors import ConfigError
 from agentrl.local.cli import parity
-from agentrl.local.cli.parity import BFLOAT16_LIMIT, MEAN_LIMIT, Difference, encode_prompts, render
+from agentrl.local.cli.parity import BFLOAT16_LIMIT, MEAN_LIMIT, ParityDifference, encode_prompts, render
 
 
 def test_the_difference_is_absolute_over_all_tokens() -> None:
     ours = np.array([-1.0, -2.0, -3.0], np.float32)
     theirs = np.array([-1.0, -2.5, -2.0])
-    difference = Difference.of("local", "varlen", ours, theirs)
+    difference = ParityDifference.of("local", "varlen", ours, theirs)
     assert (difference.tokens, difference.mean, difference.max) == (3, 0.5, 1.0)
     assert difference.p99 == pytest.approx(0.99)
     ratios = np.exp(np.array([0.0, 0.5, -1.0]))
@@ -27,7 +27,7 @@ def test_the_difference_is_absolute_over_all_tokens() -> None:
 
 @pytest.mark.parametrize(("mean", "within"), [(MEAN_LIMIT / 2, True), (MEAN_LIMIT, False), (np.nan, False)])
 def test_the_mean_decides_and_a_nan_is_above(mean: float, within: bool) -> None:
-    difference = Difference.of("e", "x", np.array([mean]), np.array([0.0]))
+    difference = ParityDifference.of("e", "x", np.array([mean]), np.array([0.0]))
     assert difference.within is within
     out = io.StringIO()
     Console(file=out, width=120).print(render([difference], "folder"))
@@ -36,13 +36,15 @@ def test_the_mean_decides_and_a_nan_is_above(mean: float, within: bool) -> None:
 
 def test_products_in_bfloat16_have_a_wider_limit() -> None:
     ours, theirs = np.array([BFLOAT16_LIMIT / 2]), np.array([0.0])
-    assert not Difference.of("e", "x", ours, theirs).within
-    assert Difference.of("e", "x", ours, theirs, BFLOAT16_LIMIT).within
+    assert not ParityDifference.of("e", "x", ours, theirs).within
+    assert ParityDifference.of("e", "x", ours, theirs, BFLOAT16_LIMIT).within
 
 
 def test_a_mixture_has_a_row_without_and_with_replayed_routing() -> None:
     ours, theirs = np.array([0.5]), np.array([0.0])
-    rows = [Difference.of("e", "varlen", ours, theirs, MEAN_LIMIT, kind) for kind in ("own", "replayed")]
+    rows = [
+        ParityDifference.of("e", "varlen", ours, theirs, MEAN_LIMIT, kind) for kind in ("own", "replayed")
+    ]
     out = io.StringIO()
     Console(file=out, width=120).print(render(rows, "folder"))
     assert "varlen, own routing" in out.getvalue()

@@ -10,7 +10,14 @@ from transformers import Qwen3Config
 
 from agentrl.distributed.mesh import Layout
 from agentrl.local.plan.memory import PlannedModel, open_model
-from agentrl.local.plan.search import Services, StepTime, Workload, estimate_step, parse_gpus, size_services
+from agentrl.local.plan.search import (
+    PlannedServices,
+    StepTime,
+    Workload,
+    estimate_step,
+    parse_gpus,
+    size_services,
+)
 
 WORK = Workload(
     groups=4, group_size=8, trajectory_tokens=4000, turns=10, trained_share=0.5,
@@ -53,7 +60,7 @@ def test_each_dimension_costs_what_it_exchanges(model: PlannedModel) -> None:
     assert seconds(model, Layout(), "full").compute == pytest.approx(seconds(model, Layout()).compute * 4 / 3)
 
 
-def services(model: PlannedModel, step: float) -> Services:
+def services(model: PlannedModel, step: float) -> PlannedServices:
     """The services of a step of ``step`` seconds."""
     gpu = parse_gpus("H100").gpu
     return size_services(model, WORK, step, gpu, request_tokens_per_second=50, tool_seconds=1)

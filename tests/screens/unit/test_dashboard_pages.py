@@ -14,7 +14,7 @@ from agentrl.screens.dashboard.pages.rewards import VALUES, dependence, disagree
 from agentrl.screens.dashboard.pages.tokens import PAGE, Colour, decoder, legend_of, token_views
 from agentrl.screens.dashboard.query import BadQueryError, read_form
 from agentrl.screens.views.read import CallTokens, StepValues
-from agentrl.screens.views.scores import ScoredTrajectory
+from agentrl.screens.views.scores import ScoredRow
 
 
 def tokens_of(advantages: list[float], logprobs: list[float]) -> CallTokens:
@@ -89,8 +89,8 @@ def test_two_trajectories_part_at_their_first_difference() -> None:
 
 def row(
     task: str, number: int, score: float, tokens: int, *, answer: str | None = "4", **opinions: float
-) -> ScoredTrajectory:
-    return ScoredTrajectory(
+) -> ScoredRow:
+    return ScoredRow(
         id=f"{task}/{number}", task=task, score=score, generated_tokens=tokens, turns=1, tool_calls=0,
         answer=answer, opinions=opinions, judges=frozenset({"judge"} & opinions.keys()), created_at=now(),
     )  # fmt: skip

@@ -19,7 +19,7 @@ from waiting import until
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError
-from agentrl.tools.base import Trajectory, schema_name
+from agentrl.tools.base import TrajectoryInfo, schema_name
 from agentrl.tools.pool import ToolPool
 from agentrl.worlds.sandbox.local import namespace_problem
 
@@ -134,14 +134,14 @@ def of(url: str) -> ToolPool:
 
 
 async def ask(pool: ToolPool, trajectory: str, tool: str, **arguments: object) -> str:
-    async with pool.session(Trajectory(id=trajectory)) as tools:
+    async with pool.session(TrajectoryInfo(id=trajectory)) as tools:
         return (await tools.call(tool, arguments)).text
 
 
 async def test_each_trajectory_has_a_node_that_ends_with_it(start: Callable[..., str], folder: Path) -> None:
     async with of(start(notes(folder))) as pool:
         assert "keep" in [schema_name(schema) for schema in pool.list()]
-        first, second = (pool.session(Trajectory(id=f"train/0/t/0/{n}")) for n in (0, 1))
+        first, second = (pool.session(TrajectoryInfo(id=f"train/0/t/0/{n}")) for n in (0, 1))
         async with first as one, second as two:
             assert [(await one.call("keep", {"text": text})).text for text in "ab"] == ["a", "a b"]
             assert (await two.call("keep", {"text": "c"})).text == "c"
@@ -157,7 +157,7 @@ async def test_each_trajectory_has_a_node_that_ends_with_it(start: Callable[...,
 
 async def test_an_idle_node_ends_and_too_many_are_an_outage(start: Callable[..., str], folder: Path) -> None:
     url = start(notes(folder), "--max_nodes", "1", "--idle_seconds", "1")
-    async with of(url) as pool, pool.session(Trajectory(id="a")) as tools:
+    async with of(url) as pool, pool.session(TrajectoryInfo(id="a")) as tools:
         assert (await tools.call("keep", {"text": "x"})).text == "x"
         with pytest.raises(ToolServerError, match="all nodes are in use") as caught:
             await ask(pool, "b", "process")
@@ -201,7 +201,7 @@ async def test_a_server_in_a_sandbox_reaches_its_own_folder_only(
     sandbox = {"isolation": isolation, "visible": [str(folder / "notes.py")]}
     url = start(notes(folder, sandbox=sandbox, env={"KEY": "value"}))
     port = int(url.split(":")[2].split("/")[0])
-    async with of(url) as pool, pool.session(Trajectory(id="a")) as tools:
+    async with of(url) as pool, pool.session(TrajectoryInfo(id="a")) as tools:
 
         async def said(tool: str, **arguments: object) -> str:
             return (await tools.call(tool, arguments)).text

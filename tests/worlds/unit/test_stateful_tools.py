@@ -14,7 +14,7 @@ import pytest
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError, FailureError, OutageError, ToolServerError, tool_server
-from agentrl.tools.base import Trajectory, function_schema
+from agentrl.tools.base import TrajectoryInfo, function_schema
 from agentrl.tools.config import StdioSpec, load_tools
 from agentrl.tools.pool import ToolPool
 from agentrl.tools.python import StatefulTool, StatefulTools
@@ -75,8 +75,8 @@ class Failing(StatefulTool):
         raise OSError("it is logged")
 
 
-def _trajectory(name: str = "r1", **meta: Any) -> Trajectory:
-    return Trajectory(id=name, meta=meta)
+def _trajectory(name: str = "r1", **meta: Any) -> TrajectoryInfo:
+    return TrajectoryInfo(id=name, meta=meta)
 
 
 def _write(path: Path, *entries: Mapping[str, Any]) -> str:

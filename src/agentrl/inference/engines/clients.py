@@ -16,7 +16,7 @@ from agentrl.documents.images import Image
 from agentrl.documents.model_call import ExpertShape
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
 from agentrl.errors import EngineError, ModelError
-from agentrl.inference.client import Chunk, EngineClient, version_spans
+from agentrl.inference.client import EngineClient, StreamChunk, version_spans
 from agentrl.inference.control import (
     EngineLoad,
     MemoryPart,
@@ -178,14 +178,14 @@ class VllmClient(EngineClient):
         }
         return "/inference/v1/generate", b"".join((b'{"token_ids":', ids_json, b",", orjson.dumps(rest)[1:]))
 
-    def _fields(self, event: Mapping[str, Any], have: int) -> Chunk:
+    def _fields(self, event: Mapping[str, Any], have: int) -> StreamChunk:
         usage = event.get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if not event["choices"]:
-            return Chunk(prompt_tokens=usage.get("prompt_tokens"), cached_tokens=cached)
+            return StreamChunk(prompt_tokens=usage.get("prompt_tokens"), cached_tokens=cached)
         choice = event["choices"][0]
         content = (choice["logprobs"] or {}).get("content") or ()
-        return Chunk(
+        return StreamChunk(
             ids=choice["token_ids"] or (),
             logprobs=[float(item["logprob"]) for item in content],
             spans=version_spans(choice.get("weight_versions"), self.url),

@@ -17,36 +17,36 @@ from agentrl.documents.run import PARENT, child_key
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.training import is_checkpoint
 from agentrl.lab.check.reading import (
-    Check,
     CheckOptions,
+    CheckProblem,
+    CheckSection,
+    ConsistentRead,
     Findings,
     Invariant,
-    Problem,
     Report,
-    Section,
-    Snapshot,
+    RunCheck,
     Violation,
     Whole,
     only_if,
 )
 from agentrl.lab.check.training import (
-    Data,
-    Epochs,
-    Lineage,
-    Statistics,
-    StepData,
-    Versions,
+    DataCheck,
+    EpochsCheck,
+    LineageCheck,
+    StatisticsCheck,
+    StepDataCheck,
+    VersionsCheck,
     token_problems,
 )
 from agentrl.lab.check.trajectories import (
     CHECKED_FIELDS,
     SETTLED,
     TERMINAL,
-    CallParents,
-    ColumnsOfRecords,
-    Evaluations,
-    OutsideTokens,
-    RecordParents,
+    CallParentsCheck,
+    ColumnsCheck,
+    EvaluationsCheck,
+    OutsideTokensCheck,
+    RecordParentsCheck,
     call_problems,
     group_problems,
     read_call_sizes,
@@ -78,13 +78,13 @@ _SAMPLED = frozenset(
 )  # fmt: skip
 
 
-class Contents(Section):
+class ContentsCheck(CheckSection):
     """Checks the documents of one collection against the checksums that were written with them."""
 
     fields: ClassVar = {}
     page_size = 32
 
-    async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, page: list[Json], findings: Findings) -> None:
         for document in page:
             key, name = document["_id"], f"{self.collection} {document['_id']}"
             findings.count(Invariant.CONTENTS, "checksums", len(document.get(CHECKSUMS, {})))
@@ -101,14 +101,14 @@ class Contents(Section):
         return self.collection != STEP or document["status"] in APPLIED_STEPS
 
 
-class Images(Section):
+class ImagesCheck(CheckSection):
     """Checks every image against its ``_id``, the hash of its bytes."""
 
     collection = IMAGE
     fields: ClassVar = {"data": 1, MARK: 1}
     page_size = 32
 
-    async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, page: list[Json], findings: Findings) -> None:
         for image in (image for image in page if not image.get(MARK)):
             findings.count(Invariant.CONTENTS, "images")
             actual = hashlib.sha256(image["data"]).hexdigest()
@@ -117,7 +117,7 @@ class Images(Section):
                 findings.wrong(Invariant.CONTENTS, key, f"Image {key}", "its bytes", expected, actual)
 
 
-class Files(Section):
+class FilesCheck(CheckSection):
     """Checks the GridFS files of one collection's documents, which are named by their digests."""
 
     fields: ClassVar = {"length": 1}
@@ -127,7 +127,7 @@ class Files(Section):
         super().__init__(connection, options, f"{owner}.packed.files")
         self.owner = owner
 
-    async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, page: list[Json], findings: Findings) -> None:
         for file in page:
             findings.count(Invariant.CONTENTS, "files")
             expected = digest(file["_id"])
@@ -145,10 +145,10 @@ class Files(Section):
                 )  # fmt: skip
 
 
-class StrayFiles(Whole):
+class StrayFilesCheck(Whole):
     """Names the GridFS files that no document names, and the documents whose files are gone."""
 
-    async def inspect(self, moment: Snapshot, findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, findings: Findings) -> None:
         for owner in PACKED:
             files = {file["_id"] for file in await moment.find(f"{owner}.packed.files", {}, {"_id": 1})}
             named: dict[str, str] = {}
@@ -167,16 +167,16 @@ class StrayFiles(Whole):
                 )
 
 
-async def _is_quarantined(moment: Snapshot, owner: str, file_id: str) -> bool:
+async def _is_quarantined(moment: ConsistentRead, owner: str, file_id: str) -> bool:
     """Return whether a file's datum is quarantined, which names what is wrong with it."""
     datum = {"_id": file_id.rsplit("/", 2)[0], "status": DataStatus.QUARANTINED.value}
     return owner == DATA and bool(await moment.find(DATA, datum, {"_id": 1}))
 
 
-class Family(Whole):
+class FamilyCheck(Whole):
     """Checks the documents ``parent`` and ``child/NAME`` against those of the other runs."""
 
-    async def inspect(self, moment: Snapshot, findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, findings: Findings) -> None:
         for parent in await moment.find(RUN, {"_id": PARENT}):
             await self._parent(parent, findings)
         for child in await moment.find(RUN, CHILDREN):
@@ -225,10 +225,10 @@ SEARCHED: Final = (
 _CUTS = re.compile(r"[/@:\s,;\"']|$")
 
 
-class Retractions(Whole):
+class RetractionsCheck(Whole):
     """Names the retractions that a call began and did not finish."""
 
-    async def inspect(self, moment: Snapshot, findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, findings: Findings) -> None:
         for retraction in await moment.find(RETRACTION, {}, {"finished_at": 1}):
             findings.count(Invariant.RETRACTED, "retractions")
             if retraction.get("finished_at") is None:
@@ -237,7 +237,7 @@ class Retractions(Whole):
                 findings.wrong(Invariant.RETRACTED, None, name, what, expected, "an unfinished one")
 
 
-class Withdrawn(Section):
+class WithdrawnCheck(CheckSection):
     """Searches one collection for the ids in tombstones, in every text of every document."""
 
     fields: ClassVar = {}
@@ -257,7 +257,7 @@ class Withdrawn(Section):
         deleted = self.connection.collection(TOMBSTONE).find({"deleted_at": {"$ne": None}}, {"_id": 1})
         self._ids = frozenset([stone["_id"] async for stone in deleted])
 
-    async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, page: list[Json], findings: Findings) -> None:
         epochs = {"/".join(key.split("/")[:2]) for key in self._ids}
         begin = re.compile("|".join(re.escape(f"{epoch}/") for epoch in sorted(epochs)))
         findings.count(Invariant.RETRACTED, "documents searched", len(page))
@@ -286,13 +286,13 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-class Legal(Section):
+class LegalCheck(CheckSection):
     """Checks the documents of one collection against its validator, which lists legal states and types."""
 
     fields: ClassVar = {"_id": 1}
     page_size = 2000
 
-    async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, page: list[Json], findings: Findings) -> None:
         findings.count(Invariant.STATES, "documents", len(page))
         ids = {"_id": {"$gte": page[0]["_id"], "$lte": page[-1]["_id"]}} if page else {}
         query = {**ids, "$nor": [VALIDATORS[self.collection]]}
@@ -306,7 +306,7 @@ class Legal(Section):
 _STOPPED = {RecordStatus.COMPLETED, RecordStatus.SCORING} | SETTLED
 
 
-def task_problems(task: Json) -> Iterator[Problem]:
+def task_problems(task: Json) -> Iterator[CheckProblem]:
     """Yield illegal combinations of the status of a Task and those of its slots."""
     name, slots = f"Task {task['_id']}", task["slots"]
     legal: tuple[TaskStatus, ...]
@@ -317,55 +317,55 @@ def task_problems(task: Json) -> Iterator[Problem]:
     else:
         legal = (TaskStatus.RUNNING,)
     if task["status"] not in legal:
-        yield Problem(name, "the status that follows from its slots", " or ".join(legal), task["status"])
+        yield CheckProblem(name, "the status that follows from its slots", " or ".join(legal), task["status"])
     if task.get("admission") and any(slot["attempt"] for slot in slots):
         what = "no admission rank, since a slot of it has been claimed"
-        yield Problem(name, what, None, task["admission"])
+        yield CheckProblem(name, what, None, task["admission"])
     for slot in slots:
         yield from _slot(f"{name} slot {slot['traj_id']}", slot)
 
 
-def _slot(name: str, slot: Json) -> Iterator[Problem]:
+def _slot(name: str, slot: Json) -> Iterator[CheckProblem]:
     status = slot["status"]
     if slot.get("released", 0) > slot["attempt"]:
-        yield Problem(name, "at most as many releases as attempts", slot["attempt"], slot["released"])
+        yield CheckProblem(name, "at most as many releases as attempts", slot["attempt"], slot["released"])
     if status == SlotStatus.RUNNING:
         for field in ("owner", "lease_expires_at", "record_id"):
             if slot.get(field) is None:
-                yield Problem(name, f"{field}, since it is running", "a value", None)
+                yield CheckProblem(name, f"{field}, since it is running", "a value", None)
     elif slot.get("lease_expires_at") is not None:
-        yield Problem(name, f"no lease, since it is {status}", None, slot["lease_expires_at"])
+        yield CheckProblem(name, f"no lease, since it is {status}", None, slot["lease_expires_at"])
     if status in (SlotStatus.OPEN, SlotStatus.SAMPLED, SlotStatus.FAILED) and slot.get("owner") is not None:
-        yield Problem(name, f"no owner, since it is {status}", None, slot["owner"])
+        yield CheckProblem(name, f"no owner, since it is {status}", None, slot["owner"])
     if status != SlotStatus.OPEN and not slot["attempt"]:
-        yield Problem(name, f"at least one attempt, since it is {status}", "1 or more", slot["attempt"])
+        yield CheckProblem(name, f"at least one attempt, since it is {status}", "1 or more", slot["attempt"])
     what = f"a score if and only if it is scored (it is {status})"
     yield from only_if(name, what, status == SlotStatus.SCORED, slot.get("score"), "a score")
 
 
-def record_problems(task: Json, record: Json) -> Iterator[Problem]:
+def record_problems(task: Json, record: Json) -> Iterator[CheckProblem]:
     """Yield illegal combinations of the status of a Record and that of its Task."""
     name, status = f"Record {record['_id']}", record["status"]
     settled = (RecordStatus.READY, RecordStatus.ABANDONED)
     is_completed = task["status"] == TaskStatus.COMPLETED
     if is_completed and status == RecordStatus.SCORED:
-        yield Problem(name, "settled, since its group is completed", " or ".join(settled), status)
+        yield CheckProblem(name, "settled, since its group is completed", " or ".join(settled), status)
     if not is_completed and status in settled:
         what = f"not settled, since its group is {task['status']}"
-        yield Problem(name, what, RecordStatus.SCORED.value, status)
+        yield CheckProblem(name, what, RecordStatus.SCORED.value, status)
     if status in _STOPPED and record.get("stop_reason") is None:
-        yield Problem(name, f"a stop reason, since it is {status}", "a stop_reason", None)
+        yield CheckProblem(name, f"a stop reason, since it is {status}", "a stop_reason", None)
     if status == RecordStatus.CREATED and record["traj"]:
-        yield Problem(name, "no model call, since it is created", [], record["traj"])
+        yield CheckProblem(name, "no model call, since it is created", [], record["traj"])
     if status != RecordStatus.READY and record.get("trained_count"):
-        yield Problem(name, f"never trained, since it is {status}", 0, record["trained_count"])
+        yield CheckProblem(name, f"never trained, since it is {status}", 0, record["trained_count"])
 
 
-def overdue(task: Json, now: datetime, heartbeat_seconds: float) -> Sequence[Problem]:
+def overdue(task: Json, now: datetime, heartbeat_seconds: float) -> Sequence[CheckProblem]:
     """Return the running slots whose lease expired more than a heartbeat ago, by the server's clock."""
     latest = now - timedelta(seconds=heartbeat_seconds)
     return [
-        Problem(
+        CheckProblem(
             f"Task {task['_id']} slot {slot['traj_id']}",
             f"a lease of {slot.get('owner')} that has not expired",
             f"after {latest.isoformat(timespec='seconds')}",
@@ -378,7 +378,7 @@ def overdue(task: Json, now: datetime, heartbeat_seconds: float) -> Sequence[Pro
     ]  # fmt: skip
 
 
-class Tasks(Section):
+class TasksCheck(CheckSection):
     """Checks every Task with its Records and their model calls."""
 
     collection = TASK
@@ -387,7 +387,7 @@ class Tasks(Section):
     }  # fmt: skip
     page_size = 32
 
-    async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, page: list[Json], findings: Findings) -> None:
         page = [task for task in page if not task.get("inherited")]  # its Records are the parent's
         ids = [task["_id"] for task in page]
         of_task: dict[str, list[Json]] = {key: [] for key in ids}
@@ -405,7 +405,7 @@ class Tasks(Section):
         await self._check_leases(moment, page, findings)
 
     async def _check_versions(
-        self, moment: Snapshot, page: Sequence[Json], of_task: Mapping[str, Sequence[Json]],
+        self, moment: ConsistentRead, page: Sequence[Json], of_task: Mapping[str, Sequence[Json]],
         of_record: Mapping[str, Sequence[Json]], findings: Findings,
     ) -> None:  # fmt: skip
         every = [call for several in of_record.values() for call in several]
@@ -418,7 +418,7 @@ class Tasks(Section):
             problems = token_problems(of_this, known, skew)
             findings.add(Invariant.VERSIONS, task["_id"], problems)
 
-    async def _check_leases(self, moment: Snapshot, page: Sequence[Json], findings: Findings) -> None:
+    async def _check_leases(self, moment: ConsistentRead, page: Sequence[Json], findings: Findings) -> None:
         """Check for expired leases; if no sampler of the split is alive to take them over, only note them."""
         running = [s for task in page for s in task["slots"] if s["status"] == SlotStatus.RUNNING]
         findings.count(Invariant.STATES, "leases", len(running))
@@ -471,19 +471,20 @@ def _has_data(record: Json) -> bool:
     return record["status"] == RecordStatus.READY and record.get("advantage") is not None
 
 
-async def _is_sampled(moment: Snapshot, split: str, now: Any) -> bool:
+async def _is_sampled(moment: ConsistentRead, split: str, now: Any) -> bool:
     """Return whether a sampler of the split holds a lease that has not expired."""
     alive = {"status": SlotStatus.RUNNING.value, "lease_expires_at": {"$gt": now}}
     query = {"split": split, "status": TaskStatus.RUNNING.value, "slots": {"$elemMatch": alive}}
     return bool(await moment.find(TASK, query, {"_id": 1}, limit=1))
 
 
-_SECTIONS: Sequence[type[Check]] = (
-    Tasks, RecordParents, CallParents, Data, StepData, Lineage, Versions, Epochs, Evaluations,
-    OutsideTokens, Statistics, ColumnsOfRecords, Images, StrayFiles, Family, Retractions,
+_SECTIONS: Sequence[type[RunCheck]] = (
+    TasksCheck, RecordParentsCheck, CallParentsCheck, DataCheck, StepDataCheck, LineageCheck, VersionsCheck,
+    EpochsCheck, EvaluationsCheck, OutsideTokensCheck, StatisticsCheck, ColumnsCheck, ImagesCheck,
+    StrayFilesCheck, FamilyCheck, RetractionsCheck,
 )  # fmt: skip
-_BY_COLLECTION: Mapping[type[Section], Iterable[str]] = {
-    Legal: VALIDATORS, Contents: PARTS, Files: PACKED, Withdrawn: SEARCHED,
+_BY_COLLECTION: Mapping[type[CheckSection], Iterable[str]] = {
+    LegalCheck: VALIDATORS, ContentsCheck: PARTS, FilesCheck: PACKED, WithdrawnCheck: SEARCHED,
 }  # fmt: skip
 
 
@@ -498,8 +499,8 @@ class Checks(Repository):
         and counts if it is found both times. Memory is bounded by a page and by the violations.
         """
         total = Findings()
-        suspicions: list[tuple[Check, list[Violation]]] = []
-        sections: list[Check] = [kind(self._connection, options) for kind in _SECTIONS]
+        suspicions: list[tuple[RunCheck, list[Violation]]] = []
+        sections: list[RunCheck] = [kind(self._connection, options) for kind in _SECTIONS]
         for kind, collections in _BY_COLLECTION.items():
             sections += [kind(self._connection, options, name) for name in collections]
         for section in sections:

@@ -46,7 +46,7 @@ class Invariant(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class CheckProblem:
     """One thing that is wrong with one document."""
 
     document: str
@@ -64,7 +64,7 @@ class Violation:
     """A problem that breaks an invariant. ``key`` is the ``_id`` of the document to check again."""
 
     invariant: Invariant
-    problem: Problem
+    problem: CheckProblem
     key: Any
 
     def same_as(self) -> tuple[Any, ...]:
@@ -84,7 +84,7 @@ class Findings:
         """Count ``number`` more ``things`` as checked against the invariant."""
         self.checked[invariant][things] += number
 
-    def add(self, invariant: Invariant, key: Any, problems: Iterable[Problem]) -> None:
+    def add(self, invariant: Invariant, key: Any, problems: Iterable[CheckProblem]) -> None:
         """Add the problems of one document."""
         self.violations.extend(Violation(invariant, problem, key) for problem in problems)
 
@@ -92,7 +92,7 @@ class Findings:
         self, invariant: Invariant, key: Any, document: str, what: str, expected: Any, found: Any
     ) -> None:
         """Add one problem of a document."""
-        self.add(invariant, key, [Problem(document, what, expected, found)])
+        self.add(invariant, key, [CheckProblem(document, what, expected, found)])
 
     def note(self, text: str) -> None:
         """Note what could not be checked; each text is kept once."""
@@ -189,7 +189,7 @@ class CheckOptions:
     settle_seconds: float = 3.0
 
 
-class Snapshot:
+class ConsistentRead:
     """The database at one moment: every read sees the same state."""
 
     def __init__(self, connection: Connection, session: AsyncClientSession) -> None:
@@ -233,13 +233,13 @@ class Snapshot:
 
 
 @asynccontextmanager
-async def snapshot(connection: Connection) -> AsyncIterator[Snapshot]:
+async def snapshot(connection: Connection) -> AsyncIterator[ConsistentRead]:
     """Open a snapshot of now. The server keeps it for five minutes, so open one for each page."""
     async with connection.client.start_session(snapshot=True) as session:
-        yield Snapshot(connection, session)
+        yield ConsistentRead(connection, session)
 
 
-class Check(ABC):
+class RunCheck(ABC):
     """One part of the check of a run."""
 
     def __init__(self, connection: Connection, options: CheckOptions) -> None:
@@ -255,7 +255,7 @@ class Check(ABC):
         """Check the documents of ``keys`` again."""
 
 
-class Section(Check):
+class CheckSection(RunCheck):
     """Checks the documents of one collection page by page, each page with ``inspect``."""
 
     collection: str
@@ -269,10 +269,10 @@ class Section(Check):
             self.collection = collection
 
     @abstractmethod
-    async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, page: list[Json], findings: Findings) -> None:
         """Check the documents of ``page``, read at ``moment``."""
 
-    async def _inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+    async def _inspect(self, moment: ConsistentRead, page: list[Json], findings: Findings) -> None:
         """Call ``inspect``; a document that no rule can read is a violation and does not stop the check."""
         own = Findings()
         try:
@@ -310,11 +310,11 @@ class Section(Check):
                     await self._inspect(moment, page, findings)
 
 
-class Whole(Check):
+class Whole(RunCheck):
     """Checks a property of a whole collection, in one snapshot."""
 
     @abstractmethod
-    async def inspect(self, moment: Snapshot, findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, findings: Findings) -> None:
         """Check at ``moment``."""
 
     async def scan(self, findings: Findings) -> None:
@@ -340,13 +340,17 @@ def _unreadable(key: Any, name: str, error: Exception) -> Findings:
     return findings
 
 
-def only_if(document: str, what: str, is_due: bool, found: Any, expected: str = "a value") -> list[Problem]:
+def only_if(
+    document: str, what: str, is_due: bool, found: Any, expected: str = "a value"
+) -> list[CheckProblem]:
     """Return a problem if a value is due and there is none, or if there is one (not None) that is not due."""
     if (found is not None) == is_due:
         return []
-    return [Problem(document, what, expected if is_due else None, found)]
+    return [CheckProblem(document, what, expected if is_due else None, found)]
 
 
-def differing(document: str, rows: Sequence[tuple[str, Any, Any]]) -> list[Problem]:
+def differing(document: str, rows: Sequence[tuple[str, Any, Any]]) -> list[CheckProblem]:
     """Return a problem for each (what, expected, found) whose values differ."""
-    return [Problem(document, what, expected, found) for what, expected, found in rows if expected != found]
+    return [
+        CheckProblem(document, what, expected, found) for what, expected, found in rows if expected != found
+    ]

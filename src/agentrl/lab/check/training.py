@@ -26,11 +26,11 @@ from agentrl.documents.task import CONVERSATIONS
 from agentrl.documents.training import Checkpoint, DBRecordData, TokenStatistics
 from agentrl.errors import ConfigError, StoreError
 from agentrl.lab.check.reading import (
+    CheckProblem,
+    CheckSection,
+    ConsistentRead,
     Findings,
     Invariant,
-    Problem,
-    Section,
-    Snapshot,
     Whole,
     differing,
     only_if,
@@ -58,21 +58,21 @@ _RECORD_FIELDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class StepsRead:
     """The steps that name some data: {data id: step numbers}. A step being reverted may be in both."""
 
     committed: dict[str, set[int]]
     planned: dict[str, set[int]]
 
 
-class Data(Section):
+class DataCheck(CheckSection):
     """Checks every DBRecordData against its Record, its model calls and its steps."""
 
     collection = DATA
     fields: ClassVar = {}
     page_size = 16
 
-    async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, page: list[Json], findings: Findings) -> None:
         ids = [data["_id"] for data in page]
         records = await moment.by_id(RECORD, ids, _RECORD_FIELDS)
         steps = await _steps_naming(moment, page)
@@ -95,7 +95,7 @@ class Data(Section):
                 findings.wrong(Invariant.TRAINING, key, name, what, "another status", data["status"])
         await self._compare_tokens(moment, [item for item in page if item not in quarantined], findings)
 
-    async def _compare_tokens(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+    async def _compare_tokens(self, moment: ConsistentRead, page: list[Json], findings: Findings) -> None:
         tasks = await moment.by_id(TASK, {data["task"] for data in page}, {"group.rules": 1})
         calls = await read_model_calls(self.connection, [data["_id"] for data in page], readable=False)
         columns = await read_columns(self.connection, [data["_id"] for data in page])
@@ -116,7 +116,7 @@ class Data(Section):
                 findings.wrong(Invariant.TRAINING, key, name, what, "their conversion", difference)
 
 
-def origin_problems(data: Json, record: Json) -> Iterator[Problem]:
+def origin_problems(data: Json, record: Json) -> Iterator[CheckProblem]:
     """Yield contradictions between training data and their Record."""
     name = f"DBRecordData {data['_id']}"
     rows = [(f"{field} of its Record", record.get(field), data.get(field)) for field in _COPIED]
@@ -124,26 +124,26 @@ def origin_problems(data: Json, record: Json) -> Iterator[Problem]:
     rows.append(("untrained_calls of its Record", *left_out))
     yield from differing(name, [("the Record whose _id it has", data["_id"], data["record"]), *rows])
     if record["status"] != RecordStatus.READY:
-        yield Problem(name, "a Record that is ready", RecordStatus.READY.value, record["status"])
+        yield CheckProblem(name, "a Record that is ready", RecordStatus.READY.value, record["status"])
 
 
 _COPIED = ("task", "split", "score", "advantage", "turn_advantages", "turns", "trained_count")
 
 
-def count_problems(data: Json, record: Json, limit: int) -> Iterator[Problem]:
+def count_problems(data: Json, record: Json, limit: int) -> Iterator[CheckProblem]:
     """Yield contradictions between the number of times the data were trained and their status."""
     name, count, at_steps = f"DBRecordData {data['_id']}", data["trained_count"], data["trained_at_steps"]
     status, planned = data["status"], data.get("planned_step")
     yield from differing(name, [("trained_count of its trained_at_steps", len(at_steps), count)])
     if len(set(at_steps)) != len(at_steps):
-        yield Problem(name, "trained once by a step", sorted(set(at_steps)), at_steps)
+        yield CheckProblem(name, "trained once by a step", sorted(set(at_steps)), at_steps)
     if count > limit:
-        yield Problem(name, "trained at most max_trained_count times", f"at most {limit}", count)
+        yield CheckProblem(name, "trained at most max_trained_count times", f"at most {limit}", count)
     if status in (DataStatus.READY, DataStatus.PLANNED) and count >= limit:
         what = f"trained, since it was trained {limit} times (max_trained_count)"
-        yield Problem(name, what, DataStatus.TRAINED.value, status)
+        yield CheckProblem(name, what, DataStatus.TRAINED.value, status)
     if status == DataStatus.TRAINED and not count:
-        yield Problem(name, "trained at least once, since it is trained", "1 or more", count)
+        yield CheckProblem(name, "trained at least once, since it is trained", "1 or more", count)
     what = f"a problem if and only if it is quarantined (it is {status})"
     yield from only_if(name, what, status == DataStatus.QUARANTINED, data.get("problem"), "a problem")
     what = f"a planned_step if and only if it is planned (it is {status})"
@@ -154,18 +154,20 @@ def count_problems(data: Json, record: Json, limit: int) -> Iterator[Problem]:
     )
 
 
-def data_step_problems(data: Json, steps: Steps) -> Iterator[Problem]:
+def data_step_problems(data: Json, steps: StepsRead) -> Iterator[CheckProblem]:
     """Yield the steps that the data name and that do not name the data."""
     name, key = f"DBRecordData {data['_id']}", data["_id"]
     for number in data["trained_at_steps"]:
         if number not in steps.committed.get(key, ()):
-            yield Problem(name, f"named by step {number}, which trained it", "a committed TrainStep", "none")
+            yield CheckProblem(
+                name, f"named by step {number}, which trained it", "a committed TrainStep", "none"
+            )
     planned = data.get("planned_step")
     if planned is not None and planned not in steps.planned.get(key, ()):
-        yield Problem(name, f"named by step {planned}, which plans it", "a planned TrainStep", "none")
+        yield CheckProblem(name, f"named by step {planned}, which plans it", "a planned TrainStep", "none")
 
 
-async def _steps_naming(moment: Snapshot, page: Sequence[Json]) -> Steps:
+async def _steps_naming(moment: ConsistentRead, page: Sequence[Json]) -> StepsRead:
     numbers = {number for data in page for number in (*data["trained_at_steps"], data.get("planned_step"))}
     active = values((*ACTIVE_STEPS, StepStatus.REVERTING))
     named = {"$setIntersection": ["$data", [data["_id"] for data in page]]}
@@ -173,7 +175,7 @@ async def _steps_naming(moment: Snapshot, page: Sequence[Json]) -> Steps:
         {"$match": {"status": {"$in": active}, "step": {"$in": [n for n in numbers if n is not None]}}},
         {"$project": {"step": 1, "status": 1, "data": named}},
     ]
-    steps = Steps({}, {})
+    steps = StepsRead({}, {})
     for step in await moment.aggregate(STEP, pipeline):
         for key in step["data"]:
             if step["status"] in (*APPLIED_STEPS, StepStatus.REVERTING):
@@ -183,14 +185,14 @@ async def _steps_naming(moment: Snapshot, page: Sequence[Json]) -> Steps:
     return steps
 
 
-class StepData(Section):
+class StepDataCheck(CheckSection):
     """Checks every TrainStep and the data that it names."""
 
     collection = STEP
     fields: ClassVar = {"metrics": 0}
     page_size = 8
 
-    async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, page: list[Json], findings: Findings) -> None:
         # the data of the others are elsewhere
         page = [step for step in page if not (step.get("inherited") or step.get("recorded"))]
         named = {key for step in page for key in step["data"]}
@@ -209,13 +211,13 @@ class StepData(Section):
                 findings.wrong(Invariant.TRAINING, step["_id"], name, what, version, none)
 
 
-def step_problems(step: Json, data: Mapping[str, Json], pruned: Collection[str]) -> Iterator[Problem]:
+def step_problems(step: Json, data: Mapping[str, Json], pruned: Collection[str]) -> Iterator[CheckProblem]:
     """Yield contradictions between a step and the data that it names; a reverted step is not checked."""
     name, number, status = f"TrainStep {step['_id']}", step["step"], step["status"]
     if status in APPLIED_STEPS and step.get("committed_at") is None:
-        yield Problem(name, "the time when it was committed", "a time", None)
+        yield CheckProblem(name, "the time when it was committed", "a time", None)
     if status in (StepStatus.PLANNING, StepStatus.PLANNED) and step.get("committed_at") is not None:
-        yield Problem(name, f"no commit, since it is {status}", None, step["committed_at"])
+        yield CheckProblem(name, f"no commit, since it is {status}", None, step["committed_at"])
     what = f"pending if and only if it is committing (it is {status})"
     yield from only_if(name, what, status == StepStatus.COMMITTING, step.get("pending"))
     if status not in ACTIVE_STEPS:
@@ -223,15 +225,17 @@ def step_problems(step: Json, data: Mapping[str, Json], pruned: Collection[str])
     named: Counter[str] = Counter(step["data"])
     for key, times in named.items():
         if times > 1:
-            yield Problem(name, f"names {key} once", 1, times)
+            yield CheckProblem(name, f"names {key} once", 1, times)
         if key in pruned:
             continue
         if key not in data:
-            yield Problem(name, f"its training data {key}", "a DBRecordData", "none")
+            yield CheckProblem(name, f"its training data {key}", "a DBRecordData", "none")
         elif status in APPLIED_STEPS and number not in data[key]["trained_at_steps"]:
             if not _is_pending(step, data[key], key):
                 at_steps = data[key]["trained_at_steps"]
-                yield Problem(f"DBRecordData {key}", f"trained by {name}, which names it", number, at_steps)
+                yield CheckProblem(
+                    f"DBRecordData {key}", f"trained by {name}, which names it", number, at_steps
+                )
         elif status == StepStatus.PLANNED:
             yield from differing(
                 f"DBRecordData {key}",
@@ -249,10 +253,10 @@ def _is_pending(step: Json, data: Json, key: str) -> bool:
     return data.get("planned_step") == step["step"] or key in (step["pending"] or {}).get("untrained", ())
 
 
-class Lineage(Whole):
+class LineageCheck(Whole):
     """Checks the numbers of the steps, and the steps of the last checkpoint."""
 
-    async def inspect(self, moment: Snapshot, findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, findings: Findings) -> None:
         steps = await moment.find(STEP, {}, {"step": 1, "status": 1}, by="step")
         committed = [step for step in steps if step["status"] in APPLIED_STEPS]
         planned = [step for step in steps if step["status"] in (StepStatus.PLANNING, StepStatus.PLANNED)]
@@ -269,35 +273,39 @@ class Lineage(Whole):
         findings.add(Invariant.TRAINING, None, problems)
 
 
-def number_problems(committed: Sequence[Json]) -> Iterator[Problem]:
+def number_problems(committed: Sequence[Json]) -> Iterator[CheckProblem]:
     """Yield gaps and repetitions in the numbers of committed steps, given in order."""
     expected = 1
     for step in committed:
         if step["step"] != expected:
             what = "numbers of committed steps without a gap or a repetition"
-            yield Problem(f"TrainStep {step['_id']}", what, expected, step["step"])
+            yield CheckProblem(f"TrainStep {step['_id']}", what, expected, step["step"])
         expected = step["step"] + 1
 
 
-def plan_problems(planned: Sequence[Json], committed: int, is_final: bool) -> Iterator[Problem]:
+def plan_problems(planned: Sequence[Json], committed: int, is_final: bool) -> Iterator[CheckProblem]:
     """Yield plans that are not for the next step; at the end of a run, every plan."""
     for step in planned:
         name = f"TrainStep {step['_id']}"
         if is_final:
-            yield Problem(name, "no plan left at the end of the run", "committed or reverted", step["status"])
+            yield CheckProblem(
+                name, "no plan left at the end of the run", "committed or reverted", step["status"]
+            )
         elif step["step"] != committed + 1:
-            yield Problem(name, "a plan for the next step", committed + 1, step["step"])
+            yield CheckProblem(name, "a plan for the next step", committed + 1, step["step"])
 
 
-def unfinished_problems(steps: Sequence[Json]) -> Iterator[Problem]:
+def unfinished_problems(steps: Sequence[Json]) -> Iterator[CheckProblem]:
     """Yield commits and reverts that are unfinished at the end of a run."""
     for step in steps:
         if step["status"] in (StepStatus.COMMITTING, StepStatus.REVERTING):
             what = "no change left half done at the end of the run"
-            yield Problem(f"TrainStep {step['_id']}", what, "committed or reverted", step["status"])
+            yield CheckProblem(f"TrainStep {step['_id']}", what, "committed or reverted", step["status"])
 
 
-def lineage_problems(checkpoint: Checkpoint, committed: Sequence[Json], is_final: bool) -> Iterator[Problem]:
+def lineage_problems(
+    checkpoint: Checkpoint, committed: Sequence[Json], is_final: bool
+) -> Iterator[CheckProblem]:
     """Yield differences between the committed steps and those that the checkpoint contains.
 
     While the run goes on, steps after the checkpoint's are ignored: no checkpoint contains them yet.
@@ -307,17 +315,17 @@ def lineage_problems(checkpoint: Checkpoint, committed: Sequence[Json], is_final
         if contained != step_id:
             name = f"TrainStep {step_id or contained}"
             what = f"step {number} of {checkpoint.folder.name}"
-            yield Problem(name, what, contained or "no such step", step_id or "no committed step")
+            yield CheckProblem(name, what, contained or "no such step", step_id or "no committed step")
 
 
-class Statistics(Section):
+class StatisticsCheck(CheckSection):
     """Checks that packed values have the length of their spans, inside the training data."""
 
     collection = TOKEN_STATISTICS
     fields: ClassVar = {}
     page_size = 32
 
-    async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, page: list[Json], findings: Findings) -> None:
         items = [TokenStatistics.from_document(document) for document in page]
         steps = await moment.by_id(STEP, {item.train_step for item in items}, {"status": 1, "recorded": 1})
         data = await moment.by_id(DATA, {item.record for item in items}, {"tokens": 1})
@@ -339,10 +347,10 @@ def _problem(item: TokenStatistics, step: Json | None, data: Json | None) -> str
     return "no training data" if data is None else item.problem(data["tokens"])
 
 
-class Versions(Whole):
+class VersionsCheck(Whole):
     """Checks the PolicyVersions and their folders."""
 
-    async def inspect(self, moment: Snapshot, findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, findings: Findings) -> None:
         versions = await moment.find(VERSION, {})
         made_by = [version["train_step"] for version in versions if version.get("train_step")]
         steps = await moment.by_id(STEP, made_by, {"step": 1, "status": 1})
@@ -385,18 +393,18 @@ class Versions(Whole):
                 findings.wrong(Invariant.VERSIONS, None, name, what, expected, difference)
 
 
-def version_number_problems(versions: Sequence[Json]) -> Iterator[Problem]:
+def version_number_problems(versions: Sequence[Json]) -> Iterator[CheckProblem]:
     """Yield gaps in the numbers of ``versions``, which are in order and begin with 0."""
     expected = 0
     for version in versions:
         if version["_id"] != expected:
-            yield Problem(
+            yield CheckProblem(
                 f"PolicyVersion {version['_id']}", "numbers without a gap", expected, version["_id"]
             )
         expected = version["_id"] + 1
 
 
-def base_problems(versions: Sequence[Json]) -> Iterator[Problem]:
+def base_problems(versions: Sequence[Json]) -> Iterator[CheckProblem]:
     """Yield published versions that are kept while the version that they change or extend is not."""
     kept = {version["_id"] for version in versions if version.get("pruned_at") is None and version["files"]}
     for version in versions:
@@ -404,25 +412,25 @@ def base_problems(versions: Sequence[Json]) -> Iterator[Problem]:
         is_published = version["status"] == VersionStatus.PUBLISHED
         if is_published and version["_id"] in kept and base is not None and base not in kept:
             expected = f"version {base} with its files"
-            yield Problem(f"PolicyVersion {version['_id']}", "its base", expected, "none")
+            yield CheckProblem(f"PolicyVersion {version['_id']}", "its base", expected, "none")
 
 
-def version_origin_problems(version: Json, steps: Mapping[str, Json]) -> Iterator[Problem]:
+def version_origin_problems(version: Json, steps: Mapping[str, Json]) -> Iterator[CheckProblem]:
     """Yield published versions whose TrainStep is missing, not committed or another one."""
     name, made_by = f"PolicyVersion {version['_id']}", version.get("train_step")
     if version["status"] != VersionStatus.PUBLISHED or (made_by is None and not version["step"]):
         return
     step = steps.get(made_by) if made_by is not None else None
     if step is None:
-        yield Problem(name, "the step that made it", f"a TrainStep {version['step']}", made_by)
+        yield CheckProblem(name, "the step that made it", f"a TrainStep {version['step']}", made_by)
     elif (step["status"], step["step"]) != (StepStatus.COMMITTED, version["step"]):
         found = f"{step['status']} step {step['step']}"
-        yield Problem(name, f"made by {made_by}", f"committed step {version['step']}", found)
+        yield CheckProblem(name, f"made by {made_by}", f"committed step {version['step']}", found)
 
 
 def token_problems(
     calls: Sequence[Json], versions: Mapping[int, Json], skew_seconds: float
-) -> Iterator[Problem]:
+) -> Iterator[CheckProblem]:
     """Yield model calls with tokens of a version that was not published when they ended.
 
     Version 0 is the model that the run starts from: engines serve it before a trainer publishes it. Tokens of
@@ -435,9 +443,11 @@ def token_problems(
         for number in sorted(sampled - {0, OUTSIDE_VERSION}):
             version = versions.get(number)
             if version is None:
-                yield Problem(name, f"policy version {number} of its tokens", "a published version", "none")
+                yield CheckProblem(
+                    name, f"policy version {number} of its tokens", "a published version", "none"
+                )
             elif version["published_at"] > call["created_at"] + tolerance:
-                yield Problem(
+                yield CheckProblem(
                     name, f"policy version {number} published before the call ended",
                     f"by {call['created_at'].isoformat()}", version["published_at"].isoformat(),
                 )  # fmt: skip
@@ -477,10 +487,10 @@ class _Epoch:
         return self.opening is not None and self.number > 0 and not self.opening["attempt"]
 
 
-class Epochs(Whole):
+class EpochsCheck(Whole):
     """Checks every epoch of every split."""
 
-    async def inspect(self, moment: Snapshot, findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, findings: Findings) -> None:
         openings = {opening["_id"]: opening for opening in await moment.find(EPOCH, {})}
         for epoch in _epochs(await _counts(moment), openings):
             findings.count(Invariant.EPOCHS, "epochs")
@@ -499,7 +509,7 @@ class Epochs(Whole):
                 findings.note(f"{epoch.name} is being opened: it holds {epoch.tasks} tasks by now")
 
 
-async def _counts(moment: Snapshot) -> dict[tuple[str, int], int]:
+async def _counts(moment: ConsistentRead) -> dict[tuple[str, int], int]:
     """Count Tasks by split and epoch; the sort makes the query covered by an index."""
     groups = await moment.aggregate(
         TASK,
@@ -521,7 +531,7 @@ def _epochs(counts: Mapping[tuple[str, int], int], openings: Mapping[str, Json])
         )  # fmt: skip
 
 
-async def _problems(moment: Snapshot, epoch: _Epoch) -> Sequence[Problem]:
+async def _problems(moment: ConsistentRead, epoch: _Epoch) -> Sequence[CheckProblem]:
     """Return the problems of an open epoch."""
     opening = epoch.opening or {}
     problems = differing(epoch.name, [("tasks", epoch.tasks, opening["tasks"])])
@@ -531,11 +541,11 @@ async def _problems(moment: Snapshot, epoch: _Epoch) -> Sequence[Problem]:
     for what, names in (("every task of epoch 0", missing), ("only tasks of epoch 0", strange)):
         if names:
             found = f"{len(names)} that differ: {', '.join(names[:_NAMED])}{', …' if names[_NAMED:] else ''}"
-            problems.append(Problem(epoch.name, what, "the same tasks, each once", found))
+            problems.append(CheckProblem(epoch.name, what, "the same tasks, each once", found))
     return problems
 
 
-async def _differences(moment: Snapshot, epoch: _Epoch) -> tuple[list[str], list[str]]:
+async def _differences(moment: ConsistentRead, epoch: _Epoch) -> tuple[list[str], list[str]]:
     """Return the tasks of epoch 0 that are missing, and those that epoch 0 does not have."""
     wanted = _task_ids(moment, epoch_key(epoch.split, 0))
     present = _task_ids(moment, epoch_key(epoch.split, epoch.number))
@@ -559,7 +569,7 @@ def _key(task_id: str) -> bytes:
     return task_id.encode("utf-8", "surrogatepass")
 
 
-async def _task_ids(moment: Snapshot, key: str) -> AsyncIterator[str]:
+async def _task_ids(moment: ConsistentRead, key: str) -> AsyncIterator[str]:
     """Yield the ids of an epoch's tasks, in order."""
     async for task in moment.each(TASK, {"_id": id_prefix(f"{key}/")}, {"_id": 1}):
         yield task["_id"].removeprefix(f"{key}/")

@@ -14,11 +14,11 @@ from agentrl.documents.run import OUTSIDE_VERSION
 from agentrl.documents.status import ColumnStatus, EvaluationStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Task, record_key
 from agentrl.lab.check.reading import (
+    CheckProblem,
+    CheckSection,
+    ConsistentRead,
     Findings,
     Invariant,
-    Problem,
-    Section,
-    Snapshot,
     differing,
     only_if,
 )
@@ -65,28 +65,30 @@ _CALL_FIELDS = {
 }  # fmt: skip
 
 
-def slot_problems(task: Json, records: Sequence[Json], is_final: bool) -> Iterator[Problem]:
+def slot_problems(task: Json, records: Sequence[Json], is_final: bool) -> Iterator[CheckProblem]:
     """Yield contradictions between the slots of a Task and its Records of every attempt."""
     slots = {slot["traj_id"]: slot for slot in task["slots"]}
     if len(slots) != len(task["slots"]):
         numbers = [slot["traj_id"] for slot in task["slots"]]
-        yield Problem(f"Task {task['_id']}", "slots with unique numbers", sorted(slots), numbers)
+        yield CheckProblem(f"Task {task['_id']}", "slots with unique numbers", sorted(slots), numbers)
     attempts: dict[int, dict[int, Json]] = {number: {} for number in slots}
     for record in records:
         slot = slots.get(record["traj_id"])
         if slot is None:
-            yield Problem(f"Record {record['_id']}", "its slot", f"one of {sorted(slots)}", record["traj_id"])
+            yield CheckProblem(
+                f"Record {record['_id']}", "its slot", f"one of {sorted(slots)}", record["traj_id"]
+            )
             continue
         attempts[record["traj_id"]][record["attempt"]] = record
         yield from _belonging(task, slot, record)
     for number, slot in slots.items():
         name = f"Task {task['_id']} slot {number}"
         if is_final and slot["status"] not in TERMINAL:
-            yield Problem(name, "terminal at the end of the run", "scored or failed", slot["status"])
+            yield CheckProblem(name, "terminal at the end of the run", "scored or failed", slot["status"])
         yield from _attempts(name, task, slot, attempts[number])
 
 
-def _belonging(task: Json, slot: Json, record: Json) -> Iterator[Problem]:
+def _belonging(task: Json, slot: Json, record: Json) -> Iterator[CheckProblem]:
     name = f"Record {record['_id']}"
     key = record_key(task["_id"], record["traj_id"], record["attempt"])
     yield from differing(
@@ -98,17 +100,19 @@ def _belonging(task: Json, slot: Json, record: Json) -> Iterator[Problem]:
         ],
     )
     if record["attempt"] > slot["attempt"]:
-        yield Problem(name, "no attempt beyond its slot's", f"at most {slot['attempt']}", record["attempt"])
+        yield CheckProblem(
+            name, "no attempt beyond its slot's", f"at most {slot['attempt']}", record["attempt"]
+        )
 
 
-def _attempts(name: str, task: Json, slot: Json, attempts: Mapping[int, Json]) -> Iterator[Problem]:
+def _attempts(name: str, task: Json, slot: Json, attempts: Mapping[int, Json]) -> Iterator[CheckProblem]:
     current = attempts.get(slot["attempt"])
     if slot["status"] in (SlotStatus.SAMPLED, SlotStatus.SCORED):
         yield from _ended(name, task, slot, current)
     elif slot["status"] == SlotStatus.RUNNING and current is not None:
         if current["status"] in ENDED:
             what = "a running Record, since its slot is running"
-            yield Problem(f"Record {current['_id']}", what, "created to scoring", current["status"])
+            yield CheckProblem(f"Record {current['_id']}", what, "created to scoring", current["status"])
         yield from differing(
             f"Record {current['_id']}", [("the owner of its slot", slot.get("owner"), current.get("owner"))]
         )
@@ -116,10 +120,10 @@ def _attempts(name: str, task: Json, slot: Json, attempts: Mapping[int, Json]) -
     for number, record in attempts.items():
         if number != living and record["status"] not in DEAD:
             what = f"dead, since attempt {number} is not the live one of its slot"
-            yield Problem(f"Record {record['_id']}", what, " or ".join(sorted(DEAD)), record["status"])
+            yield CheckProblem(f"Record {record['_id']}", what, " or ".join(sorted(DEAD)), record["status"])
 
 
-def _ended(name: str, task: Json, slot: Json, record: Json | None) -> Iterator[Problem]:
+def _ended(name: str, task: Json, slot: Json, record: Json | None) -> Iterator[CheckProblem]:
     """Check a slot that is sampled or scored, and the Record of its attempt."""
     key = record_key(task["_id"], slot["traj_id"], slot["attempt"])
     yield from differing(name, [("record_id of its attempt", key, slot.get("record_id"))])
@@ -127,20 +131,20 @@ def _ended(name: str, task: Json, slot: Json, record: Json | None) -> Iterator[P
         status = "none" if record is None else record["status"]
         if status != RecordStatus.COMPLETED:
             what = "a completed Record, since it waits for a score"
-            yield Problem(name, what, RecordStatus.COMPLETED, status)
+            yield CheckProblem(name, what, RecordStatus.COMPLETED, status)
         return
     if record is None:
-        yield Problem(name, "one live Record", key, "none")
+        yield CheckProblem(name, "one live Record", key, "none")
         return
     if record["status"] not in SETTLED:
         what = "settled, since its slot is scored"
-        yield Problem(f"Record {record['_id']}", what, " or ".join(sorted(SETTLED)), record["status"])
+        yield CheckProblem(f"Record {record['_id']}", what, " or ".join(sorted(SETTLED)), record["status"])
     yield from differing(
         f"Record {record['_id']}", [("the score of its slot", slot.get("score"), record.get("score"))]
     )
 
 
-async def read_call_sizes(moment: Snapshot, record_ids: Sequence[str]) -> dict[str, list[Json]]:
+async def read_call_sizes(moment: ConsistentRead, record_ids: Sequence[str]) -> dict[str, list[Json]]:
     """Return the calls of Records by index, with the sizes in bytes of their token arrays."""
     calls: dict[str, list[Json]] = {key: [] for key in record_ids}
     pipeline: list[Json] = [
@@ -155,13 +159,13 @@ async def read_call_sizes(moment: Snapshot, record_ids: Sequence[str]) -> dict[s
     return calls
 
 
-async def _sizes(moment: Snapshot, call: Json) -> Json:
+async def _sizes(moment: ConsistentRead, call: Json) -> Json:
     names = moved_fields(call)
     files = await moment.by_id(f"{MODEL_CALL}.packed.files", names, {"length": 1})
     return {name: files[key]["length"] if key in files else None for key, name in names.items()}
 
 
-def call_problems(record: Json, calls: Sequence[Json]) -> Iterator[Problem]:
+def call_problems(record: Json, calls: Sequence[Json]) -> Iterator[CheckProblem]:
     """Yield contradictions between a Record and its model calls."""
     expected = list(record["traj"])
     keys = [call["_id"] for call in calls]
@@ -202,15 +206,15 @@ def _sums(record: Json, calls: Sequence[Json]) -> list[tuple[str, Any, Any]]:
     ]  # fmt: skip
 
 
-def _call(call: Json, earlier: dict[str, Json]) -> Iterator[Problem]:
+def _call(call: Json, earlier: dict[str, Json]) -> Iterator[CheckProblem]:
     name = f"DispatchedSamplingTask {call['_id']}"
     parent = earlier.get(call["parent"]) if call["parent"] is not None else None
     if call["parent"] is not None and parent is None:
-        yield Problem(name, "a parent among the calls before it", sorted(earlier), call["parent"])
+        yield CheckProblem(name, "a parent among the calls before it", sorted(earlier), call["parent"])
         return
     for field in {*_PACKED, *moved_fields(call).values()}:
         if call[field] is None:
-            yield Problem(name, f"its {field} in GridFS", "a file", "none")
+            yield CheckProblem(name, f"its {field} in GridFS", "a file", "none")
             return
     before = parent["prompt_tokens"] + parent["generated_tokens"] if parent else 0
     generated = call["generated_tokens"] * _BYTES
@@ -230,23 +234,25 @@ def _call(call: Json, earlier: dict[str, Json]) -> Iterator[Problem]:
         reached = span["end"]
     if reached != call["generated_tokens"]:
         spans = [(span["version"], span["start"], span["end"]) for span in call["versions"]]
-        yield Problem(name, "policy versions that cover its tokens", f"[0, {generated // _BYTES})", spans)
+        yield CheckProblem(
+            name, "policy versions that cover its tokens", f"[0, {generated // _BYTES})", spans
+        )
 
 
-class _Parents(Section):
+class _Parents(CheckSection):
     """Checks that the documents named by the field ``order`` exist in the collection ``parents``."""
 
     parents: ClassVar[str]
     page_size: ClassVar[int] = 5000
 
-    async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, page: list[Json], findings: Findings) -> None:
         named = {document[self.order] for document in page}
         for key in sorted(named - await moment.ids(self.parents, named)):
             name, what = f"{self.collection} of {key}", f"the {self.parents} that it belongs to"
             findings.wrong(Invariant.TRAJECTORIES, key, name, what, key, "none")
 
 
-class RecordParents(_Parents):
+class RecordParentsCheck(_Parents):
     """Checks that every Record has its Task."""
 
     collection = RECORD
@@ -255,7 +261,7 @@ class RecordParents(_Parents):
     fields: ClassVar = {"task": 1, "_id": 0}
 
 
-class CallParents(_Parents):
+class CallParentsCheck(_Parents):
     """Checks that every model call has its Record."""
 
     collection = MODEL_CALL
@@ -271,34 +277,34 @@ _DECIDING = (
 )  # fmt: skip
 
 
-def score_problems(record: Json) -> Iterator[Problem]:
+def score_problems(record: Json) -> Iterator[CheckProblem]:
     """Yield contradictions between the status of a Record and its score, failure and reason."""
     name, status, score = f"Record {record['_id']}", record["status"], record.get("score")
     if status in DEAD and score is not None:
-        yield Problem(name, f"no score, since it is {status}", None, score)
+        yield CheckProblem(name, f"no score, since it is {status}", None, score)
     if status in SETTLED:
         yield from _settled(name, record)
     elif record.get("advantage") is not None:
-        yield Problem(name, f"no advantage, since it is {status}", None, record["advantage"])
+        yield CheckProblem(name, f"no advantage, since it is {status}", None, record["advantage"])
     if status not in SETTLED | DEAD and score is not None:
-        yield Problem(name, f"no score, since it is {status}", None, score)
+        yield CheckProblem(name, f"no score, since it is {status}", None, score)
     what, failure = f"a failure if and only if it failed (it is {status})", record.get("failure") or None
     yield from only_if(name, what, status == RecordStatus.FAILED, failure, "a failure")
     what, reason = "a reason if and only if it is abandoned", record.get("abandoned_because") or None
     yield from only_if(name, what, status == RecordStatus.ABANDONED, reason, "a reason")
 
 
-def _settled(name: str, record: Json) -> Iterator[Problem]:
+def _settled(name: str, record: Json) -> Iterator[CheckProblem]:
     score = record.get("score")
     if not is_finite(score):
-        yield Problem(name, "a finite score", "a number", score)
+        yield CheckProblem(name, "a finite score", "a number", score)
     if not record.get("score_details", {}).get("scorer"):
-        yield Problem(name, f"the scorer that gave {score}", "score_details.scorer", None)
+        yield CheckProblem(name, f"the scorer that gave {score}", "score_details.scorer", None)
     if record.get("scored_at") is None:
-        yield Problem(name, "the time when it was scored", "a time", None)
+        yield CheckProblem(name, "the time when it was scored", "a time", None)
 
 
-def group_problems(task: Json, records: Sequence[Json], trained: int) -> Iterator[Problem]:
+def group_problems(task: Json, records: Sequence[Json], trained: int) -> Iterator[CheckProblem]:
     """Yield differences between a group's summary and its Records; ``trained`` counts its training data."""
     name, group = f"Task {task['_id']}", task.get("group")
     is_final = task["status"] == TaskStatus.COMPLETED
@@ -313,9 +319,9 @@ def group_problems(task: Json, records: Sequence[Json], trained: int) -> Iterato
     if given_up:
         expected_group["outcome"] = FAILED
         if not group.get("problem"):
-            yield Problem(name, "the reason why it could not be finalized", "group.problem", None)
+            yield CheckProblem(name, "the reason why it could not be finalized", "group.problem", None)
     yield from (
-        Problem(name, f"group.{key} of its Records", value, group.get(key))
+        CheckProblem(name, f"group.{key} of its Records", value, group.get(key))
         for key, value in expected_group.items()
         if not _close(value, group.get(key))
     )
@@ -328,7 +334,7 @@ def group_problems(task: Json, records: Sequence[Json], trained: int) -> Iterato
 
 def _advantages(
     task: Json, records: Sequence[Json], scored: Sequence[Record], group: Mapping[str, Any]
-) -> Iterator[Problem]:
+) -> Iterator[CheckProblem]:
     rules = group["rules"]
     rng = random.Random(f"{rules['seed']}/{task['_id']}")
     decisions = decide_group(scored, rules_of(rules), rng, filtered_of(group))
@@ -340,14 +346,14 @@ def _advantages(
             because = decision.abandoned_because
             yield from differing(name, [("abandoned_because", because, record.get("abandoned_because"))])
         elif record["status"] == RecordStatus.READY and not _close(decision.advantage, advantage):
-            yield Problem(name, "the advantage that its group gives it", decision.advantage, advantage)
+            yield CheckProblem(name, "the advantage that its group gives it", decision.advantage, advantage)
         elif record["status"] == RecordStatus.READY and not _all_close(
             decision.turn_advantages, record.get("turn_advantages") or ()
         ):
             expected, stored = decision.turn_advantages, record.get("turn_advantages")
-            yield Problem(name, "the turn advantages that its group gives it", expected, stored)
+            yield CheckProblem(name, "the turn advantages that its group gives it", expected, stored)
         elif record["status"] == RecordStatus.ABANDONED and advantage is not None:
-            yield Problem(name, "no advantage, since it is abandoned", None, advantage)
+            yield CheckProblem(name, "no advantage, since it is abandoned", None, advantage)
 
 
 def _record(document: Json) -> Record:
@@ -366,14 +372,14 @@ def _close(expected: Any, found: Any) -> bool:
     return bool(expected == found)
 
 
-class Evaluations(Section):
+class EvaluationsCheck(CheckSection):
     """Checks the numbers of every finished Evaluation."""
 
     collection = EVALUATION
     fields: ClassVar = {"status": 1, "results.total": 1, "right_threshold": 1, "finished_at": 1}
     page_size = 1
 
-    async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, page: list[Json], findings: Findings) -> None:
         for evaluation in page:
             findings.count(Invariant.GROUPS, "evaluations")
             if evaluation["status"] != EvaluationStatus.FINISHED:
@@ -387,14 +393,14 @@ class Evaluations(Section):
             findings.add(Invariant.GROUPS, evaluation["_id"], await _problems(moment, evaluation))
 
 
-class OutsideTokens(Section):
+class OutsideTokensCheck(CheckSection):
     """Checks that Records with tokens of a model folder belong to an Evaluation of a model folder."""
 
     collection = RECORD
     fields: ClassVar = {"split": 1, "min_version": 1}
     page_size = 2000
 
-    async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, page: list[Json], findings: Findings) -> None:
         outside = [record for record in page if record.get("min_version") == OUTSIDE_VERSION]
         if not outside:
             return
@@ -408,7 +414,7 @@ class OutsideTokens(Section):
                 findings.wrong(Invariant.VERSIONS, key, f"Record {key}", what, expected, found)
 
 
-async def _problems(moment: Snapshot, evaluation: Json) -> list[Problem]:
+async def _problems(moment: ConsistentRead, evaluation: Json) -> list[CheckProblem]:
     split, name = evaluation["_id"], f"Evaluation {evaluation['_id']}"
     of_task: dict[str, list[Json]] = defaultdict(list)
     async for record in moment.each(RECORD, {"split": split}, RECORD_FIELDS):
@@ -435,11 +441,11 @@ async def _problems(moment: Snapshot, evaluation: Json) -> list[Problem]:
         expected = math.fsum(values) / len(values) if values else None
         number = None if stored is None else stored["value"]
         if (expected is None) != (number is None) or abs((expected or 0.0) - (number or 0.0)) > _TOLERANCE:
-            problems.append(Problem(name, what, expected, number))
+            problems.append(CheckProblem(name, what, expected, number))
     return problems
 
 
-class ColumnsOfRecords(Section):
+class ColumnsCheck(CheckSection):
     """Checks every Column against its Record and its Task."""
 
     collection = COLUMN
@@ -449,7 +455,7 @@ class ColumnsOfRecords(Section):
         "by": 1, "filled_at": 1, MARK: 1, "packed": {"$binarySize": "$values"},
     }  # fmt: skip
 
-    async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+    async def inspect(self, moment: ConsistentRead, page: list[Json], findings: Findings) -> None:
         fields = {"task": 1, "score": 1, "generated_tokens": 1}
         records = await moment.by_id(RECORD, {column["record"] for column in page}, fields)
         tasks = await moment.by_id(TASK, {column["task"] for column in page}, {"status": 1})
@@ -459,14 +465,14 @@ class ColumnsOfRecords(Section):
             findings.add(Invariant.STATES, column["_id"], column_problems(column, record, task))
 
 
-def column_problems(column: Json, record: Json | None, task: Json | None) -> Iterator[Problem]:
+def column_problems(column: Json, record: Json | None, task: Json | None) -> Iterator[CheckProblem]:
     """Yield illegal combinations of a Column's fields, and contradictions to its Record and its Task."""
     name, status = f"Column {column['_id']}", column["status"]
     if record is None or task is None:
-        yield Problem(name, "its Record and its Task", column["record"], "none")
+        yield CheckProblem(name, "its Record and its Task", column["record"], "none")
         return
     if record.get("score") is None:
-        yield Problem(name, "a Record with a score", "a score", None)
+        yield CheckProblem(name, "a Record with a score", "a score", None)
     rows = [("the Task of its Record", record["task"], column["task"])]
     is_filled = status == ColumnStatus.FILLED
     if is_filled and not column.get(MARK):
@@ -478,6 +484,8 @@ def column_problems(column: Json, record: Json | None, task: Json | None) -> Ite
     ):  # fmt: skip
         yield from only_if(name, f"{field}, since it is {status}", is_due, column.get(field))
     if status == ColumnStatus.FAILED and not column.get("problem"):
-        yield Problem(name, "a problem, since it was given up", "a problem", None)
+        yield CheckProblem(name, "a problem, since it was given up", "a problem", None)
     if status in UNFILLED and task["status"] == TaskStatus.COMPLETED:
-        yield Problem(name, "no column left to fill in a finalized group", ColumnStatus.FILLED.value, status)
+        yield CheckProblem(
+            name, "no column left to fill in a finalized group", ColumnStatus.FILLED.value, status
+        )

@@ -45,13 +45,13 @@ def main(argv: list[str]) -> int:
 
 async def _blame(configs: Configs, a: str, b: str) -> int:
     from agentrl.base.processes import STOPPED, stop_on_signals
-    from agentrl.evaluation.progress import Progress, StoppedError
+    from agentrl.evaluation.progress import Parts, StoppedError
     from agentrl.lab.blame import blame, put_labels, show, to_json, write_files
     from agentrl.observe.terminal import print_json, stdout_console
     from agentrl.store.client import open_existing
 
     flags = configs[BlameConfig]
-    progress = Progress("blame", stop_on_signals())
+    progress = Parts("blame", stop_on_signals())
     try:
         async with progress.lines():
             found = await blame(configs, a, b, progress)

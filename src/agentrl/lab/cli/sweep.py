@@ -28,7 +28,7 @@ from agentrl.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from agentrl.lab.sweep import Child, Key, Race, Show, Standing, Sweep
+    from agentrl.lab.sweep import Key, Race, Show, Standing, Sweep, SweepChild
 
 _WIDE, _NARROW_COLUMNS = 120, 4
 """Columns of a terminal that holds the whole table, and those of the table that a narrower one shows."""
@@ -119,7 +119,7 @@ def _live_table(sweep: Sweep) -> Iterator[Show]:
     console = stdout_console()
     with Live(console=console, transient=True, auto_refresh=False) as live:
 
-        def show(children: Mapping[Key, Child], found: Race, failed: Mapping[str, str]) -> None:
+        def show(children: Mapping[Key, SweepChild], found: Race, failed: Mapping[str, str]) -> None:
             listed = standings(sweep, children, found)
             live.update(_table(sweep, listed, failed, console.width), refresh=True)
 

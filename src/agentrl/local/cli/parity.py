@@ -43,7 +43,7 @@ FP8_LIMIT = 0.5
 
 
 @dataclass(frozen=True)
-class Difference:
+class ParityDifference:
     """|Δlogprob| between trainer and engine over all generated tokens, in nats."""
 
     engine: str
@@ -68,7 +68,7 @@ class Difference:
         theirs: NDArray[Any],
         limit: float = MEAN_LIMIT,
         routing: Literal["", "own", "replayed"] = "",
-    ) -> Difference:
+    ) -> ParityDifference:
         """Compare the logprobs of the same tokens, float[T] each."""
         log_ratio = np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)
         delta = np.abs(log_ratio)
@@ -82,7 +82,7 @@ class Difference:
         return self.mean < self.limit
 
 
-def render(differences: Sequence[Difference], model: str) -> RenderableType:
+def render(differences: Sequence[ParityDifference], model: str) -> RenderableType:
     """Return a table with a row per difference; there is one at least."""
     rows = [
         [
@@ -177,7 +177,7 @@ def main(argv: list[str]) -> int:
     return 0 if all(difference.within or difference.routing == "own" for difference in differences) else 1
 
 
-async def _compare(model: ModelConfig, flags: ParityFlags, config: EngineConfig) -> list[Difference]:
+async def _compare(model: ModelConfig, flags: ParityFlags, config: EngineConfig) -> list[ParityDifference]:
     from agentrl.distributed.mesh import single_process
     from agentrl.documents.sampling import SamplingParams
     from agentrl.model.load import load_policy
@@ -227,7 +227,7 @@ def compare_samples(
     temperature: float,
     limit: float,
     experts: ExpertShape | None = None,
-) -> list[Difference]:
+) -> list[ParityDifference]:
     """Return a Difference per executor; one forest of chains holds all samples.
 
     With ``experts``, whose routing the policy replays, there are two: without and with the samples' routing.
@@ -257,7 +257,7 @@ def compare_samples(
         for kind, each in forests.items():
             ((logprobs, _),) = model.logprobs([each], ForwardOptions())
             ours = logprobs.detach().cpu().numpy()
-            differences.append(Difference.of(engine, executor, ours, theirs, limit, kind))
+            differences.append(ParityDifference.of(engine, executor, ours, theirs, limit, kind))
     return differences
 
 

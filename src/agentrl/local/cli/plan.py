@@ -23,7 +23,7 @@ from agentrl.config.training import PlanConfig
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentrl.local.plan.search import Search, Services
+    from agentrl.local.plan.search import PlannedServices, Search
 
 NOTHING_FITS = 3
 """Exit code of ``agentrl plan`` when no layout fits."""
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     return NOTHING_FITS if services is None else 0
 
 
-def _search(configs: Configs) -> tuple[Search, Services | None]:
+def _search(configs: Configs) -> tuple[Search, PlannedServices | None]:
     """Return the layouts, and the services beside the fastest one that fits; None if none fits."""
     from agentrl.local.plan.search import build_workload, parse_gpus
 

@@ -49,7 +49,7 @@ _KEEP = 256
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class CacheSlot:
     """One sequence in the cache: rows from ``start`` on hold keys and values of ``tokens[:computed]``."""
 
     tokens: NDArray[np.int32]
@@ -66,7 +66,7 @@ class Slot:
 class PrefixMatch:
     """``length`` tokens of a prompt are cached in ``slot``; ``pending`` after the running prefills."""
 
-    slot: Slot | None
+    slot: CacheSlot | None
     length: int
     pending: int
 
@@ -99,7 +99,7 @@ class KVCache:
             size = (max_tokens, experts.layers, experts.top_k)
             self.experts = torch.zeros(size, dtype=torch.int16, device=device)
         self.max_tokens = max_tokens
-        self._slots: list[Slot] = []
+        self._slots: list[CacheSlot] = []
         self._clock = 0
         self.allocate()
 
@@ -130,7 +130,7 @@ class KVCache:
 
     def acquire(
         self, prompt: NDArray[np.int32], match: PrefixMatch, rows: int, adapter: LoadedAdapter | None
-    ) -> Slot | None:
+    ) -> CacheSlot | None:
         """Return a busy slot of ``rows`` rows that holds the match; None if running sequences need the space.
 
         A finished sequence with few tokens beyond the match is continued in place; otherwise the match is
@@ -144,7 +144,7 @@ class KVCache:
             source.busy = False
             source.tokens = prompt[:length]
             return None
-        slot = Slot(prompt, adapter)
+        slot = CacheSlot(prompt, adapter)
         if not self._place(slot, rows, keep=source):
             source = None
             if not self._place(slot, rows, keep=None):
@@ -155,7 +155,7 @@ class KVCache:
         self._slots.append(slot)
         return slot
 
-    def grow(self, slot: Slot, rows: int) -> bool:
+    def grow(self, slot: CacheSlot, rows: int) -> bool:
         """Give a busy slot at least ``rows`` rows; return False if running sequences need the space."""
         if rows <= slot.capacity:
             return True
@@ -170,13 +170,13 @@ class KVCache:
             self._copy(start, slot.start, slot.computed)
         return True
 
-    def chosen_experts(self, slot: Slot, start: int, end: int) -> NDArray[np.int32] | None:
+    def chosen_experts(self, slot: CacheSlot, start: int, end: int) -> NDArray[np.int32] | None:
         """Return the experts [n, layers, k] of tokens ``[start, end)``; None if one is not computed."""
         if self.experts is None or not start < end <= slot.computed:
             return None
         return self.experts[slot.start + start : slot.start + end].cpu().numpy().astype("<i4")
 
-    def release(self, slot: Slot, tokens: NDArray[np.int32]) -> None:
+    def release(self, slot: CacheSlot, tokens: NDArray[np.int32]) -> None:
         """Release a slot; its computed part of ``tokens`` stays for reuse until the rows are needed."""
         self._clock += 1
         slot.tokens = tokens[: slot.computed].copy()
@@ -189,7 +189,7 @@ class KVCache:
         """Drop every idle sequence, or those of ``adapter``."""
         self._slots = [slot for slot in self._slots if slot.busy or adapter not in (None, slot.adapter)]
 
-    def _place(self, slot: Slot, rows: int, keep: Slot | None) -> bool:
+    def _place(self, slot: CacheSlot, rows: int, keep: CacheSlot | None) -> bool:
         """Assign the lowest free range of ``rows`` rows to ``slot``; drop idle sequences as needed."""
         rows = min(-(-rows // _ROUND) * _ROUND, self.max_tokens)
         while True:
@@ -222,7 +222,7 @@ _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class BatchSegment:
     """The attention of one chunk: queries [begin, end) of the batch over cache rows [first, last)."""
 
     begin: int
@@ -236,7 +236,7 @@ class Segment:
 class SlotBatch:
     cache: KVCache
     rows: Tensor
-    segments: tuple[Segment, ...]
+    segments: tuple[BatchSegment, ...]
 
 
 def _slot_attention(
@@ -317,7 +317,7 @@ class RequestImages:
 class Chunk:
     """The next tokens of one sequence to compute, at positions ``start …`` of the sequence in ``slot``."""
 
-    slot: Slot
+    slot: CacheSlot
     start: int
     token_ids: NDArray[np.int32]
     wants_logits: bool
@@ -566,7 +566,7 @@ class LocalModel:
             if isinstance(module, nn.Linear | PackedLinear) and module is not head
         }
 
-    def _segment(self, chunk: Chunk, end: int) -> Segment:
+    def _segment(self, chunk: Chunk, end: int) -> BatchSegment:
         count = len(chunk.token_ids)
         length = chunk.start + count
         mask = None
@@ -575,14 +575,14 @@ class LocalModel:
             queries = torch.arange(chunk.start, length, device=self.device)
             mask = (keys[None, :] <= queries[:, None]).repeat(self._shape.heads // self._shape.kv_heads, 1)
         first = chunk.slot.start
-        return Segment(end - count, end, first, first + length, mask)
+        return BatchSegment(end - count, end, first, first + length, mask)
 
     @torch.inference_mode()
     def _check_against_plain_attention(self) -> None:
         """Raise ModelError unless the cached forward, in two chunks, agrees with the model's own forward."""
         ids = np.arange(24, dtype=np.int32) * 7919 % self.vocab_size
         cache = self.new_cache(max_tokens=2 * len(ids))
-        slot = Slot(ids, start=len(ids))
+        slot = CacheSlot(ids, start=len(ids))
         self.forward([Chunk(slot, 0, ids[:11], True)], cache)
         ours = self.forward([Chunk(slot, 11, ids[11:], True)], cache)
         set_attention(self._model, "sdpa")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from agentrl.errors import ModelError
 from agentrl.local.engine.linears import LoadedAdapter, Patch
-from agentrl.local.engine.model import Chunk, KVCache, LocalModel, RequestImages, Slot
+from agentrl.local.engine.model import CacheSlot, Chunk, KVCache, LocalModel, RequestImages
 from agentrl.local.engine.sampling import RowSampler, StopStrings, sample
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class GenerationRequest:
     logprobs: list[float] = field(default_factory=list)
     spans: list[dict[str, Any]] = field(default_factory=list)
     cached_tokens: int | None = None
-    slot: Slot | None = None
+    slot: CacheSlot | None = None
     retractions: int = 0
     images: RequestImages | None = None
     adapter: LoadedAdapter | None = None
@@ -314,7 +314,7 @@ class Scheduler:
         request.finish(request)
 
 
-def _slot(request: GenerationRequest) -> Slot:
+def _slot(request: GenerationRequest) -> CacheSlot:
     if request.slot is None:
         raise RuntimeError(f"request {request.rid} is not running")
     return request.slot

@@ -101,7 +101,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Worker:
+class EngineWorker:
     """Owns a scheduler in a thread, which runs its steps, and calls between them."""
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -190,7 +190,7 @@ class LoadedWeights:
     A call that raises AgentRLError is answered with status 400, and leaves what is served as it was.
     """
 
-    def __init__(self, worker: Worker, model: LocalModel) -> None:
+    def __init__(self, worker: EngineWorker, model: LocalModel) -> None:
         self.model = model
         self._worker = worker
         self._updating = asyncio.Lock()
@@ -438,7 +438,7 @@ class LocalServer:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: EngineWorker,
         model: LocalModel,
         context_length: int,
         instance: str | None = None,

@@ -27,7 +27,7 @@ from agentrl.config.schema import (
 from agentrl.distributed.mesh import DIMENSIONS
 from agentrl.inference.engines.commands import COLOCATED_MEMORY
 from agentrl.local.plan.memory import PARTS
-from agentrl.local.plan.search import Candidate, Search, Services, Verdict, name_of
+from agentrl.local.plan.search import Candidate, FitVerdict, PlannedServices, Search, name_of
 from agentrl.observe.terminal import clean, table
 
 NOTE = (
@@ -93,7 +93,7 @@ def _given(configs: Configs) -> dict[str, Any]:
     }
 
 
-def print_plan(console: Console, search: Search, services: Services | None) -> None:
+def print_plan(console: Console, search: Search, services: PlannedServices | None) -> None:
     """Print the plan as text and tables."""
     work, gpu, model = search.work, search.cluster.gpu, search.model
     weights, products = _dtypes(search)
@@ -120,11 +120,11 @@ def print_plan(console: Console, search: Search, services: Services | None) -> N
     console.print(Text(NOTE, "italic"))
 
 
-def _fitting(search: Search) -> list[Verdict]:
+def _fitting(search: Search) -> list[FitVerdict]:
     return [verdict for verdict in search.verdicts if verdict.state == "fits"]
 
 
-def _print_fitting(console: Console, search: Search, fits: list[Verdict]) -> None:
+def _print_fitting(console: Console, search: Search, fits: list[FitVerdict]) -> None:
     if not fits:
         console.print(Text("No layout fits.", "bold red"))
         return
@@ -171,7 +171,7 @@ def _print_others(console: Console, search: Search) -> None:
     console.print("layouts with flags: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
 
 
-def _turns(search: Search, fitting: Verdict) -> dict[str, float] | None:
+def _turns(search: Search, fitting: FitVerdict) -> dict[str, float] | None:
     """Return the GiB of a GPU that an engine and the step use in turns; None without ``--colocate true``.
 
     The larger one has to fit, not their sum.
@@ -184,7 +184,7 @@ def _turns(search: Search, fitting: Verdict) -> dict[str, float] | None:
     return {"engine": engine, "step": step, "in_turns": max(engine, step), "at_once": engine + step}
 
 
-def _print_services(console: Console, found: Services, turns: dict[str, float] | None) -> None:
+def _print_services(console: Console, found: PlannedServices, turns: dict[str, float] | None) -> None:
     one_device = [] if turns is None else [
         ["one device", "the engine's {engine:.1f} GiB and the step's {step:.1f} in turns (--colocate):"
          " {in_turns:.1f} of a GPU, not {at_once:.1f}".format(**turns)],
@@ -210,7 +210,7 @@ def _dtypes(search: Search) -> tuple[str, str]:
     return weights, products
 
 
-def plan_json(search: Search, services: Services | None) -> dict[str, Any]:
+def plan_json(search: Search, services: PlannedServices | None) -> dict[str, Any]:
     """Return the plan as JSON: bytes, seconds, and layouts by dimension."""
     work, model, cluster = search.work, search.model, search.cluster
     weights, products = _dtypes(search)
@@ -233,7 +233,7 @@ def plan_json(search: Search, services: Services | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _verdict_json(search: Search, item: Verdict) -> dict[str, Any]:
+def _verdict_json(search: Search, item: FitVerdict) -> dict[str, Any]:
     candidate, memory = item.candidate, item.memory
     return {
         "layout": _sizes(candidate.layout),

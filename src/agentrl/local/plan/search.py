@@ -78,7 +78,7 @@ GPUS: dict[str, Gpu] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class GpuCluster:
     """The GPUs that a trainer gets."""
 
     gpu: Gpu
@@ -95,7 +95,7 @@ class Cluster:
 
 def parse_gpus(
     text: str, *, memory_gib: float | None = None, per_node: int = 8, network_gbps: float = 400.0
-) -> Cluster:
+) -> GpuCluster:
     """Read ``8xH100``, ``H100`` or ``16 x H200``; ``memory_gib`` replaces the memory of the kind.
 
     Raises ConfigError for a number below 1 and for a kind that is unknown.
@@ -107,7 +107,7 @@ def parse_gpus(
     if memory_gib is not None:
         gpu = replace(gpu, memory_gib=memory_gib)
     count = int(found[1] or 1)
-    return Cluster(gpu=gpu, count=count, per_node=min(per_node, count), network_gb_s=network_gbps / 8)
+    return GpuCluster(gpu=gpu, count=count, per_node=min(per_node, count), network_gb_s=network_gbps / 8)
 
 
 def _kind(name: str, memory_gib: float | None) -> Gpu:
@@ -248,7 +248,7 @@ def estimate_step(
     model: PlannedModel,
     work: Workload,
     layout: Layout,
-    cluster: Cluster,
+    cluster: GpuCluster,
     *,
     checkpointing: str,
     reduces_always: bool,
@@ -288,7 +288,7 @@ def estimate_step(
 def _gather_seconds(
     model: PlannedModel,
     layout: Layout,
-    cluster: Cluster,
+    cluster: GpuCluster,
     batches: int,
     element_bytes: int,
     reductions: int,
@@ -308,7 +308,7 @@ def _gather_seconds(
 
 
 def _exchange_seconds(
-    model: PlannedModel, layout: Layout, cluster: Cluster, rank_tokens: int, *, recomputes: bool
+    model: PlannedModel, layout: Layout, cluster: GpuCluster, rank_tokens: int, *, recomputes: bool
 ) -> float:
     shape, width = model.shape, 2
     layers = shape.layers / layout.pp
@@ -335,7 +335,7 @@ def _exchange_seconds(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Services:
+class PlannedServices:
     """What keeps a trainer supplied with trajectories."""
 
     trajectories_per_second: float
@@ -370,7 +370,7 @@ def size_services(
     *,
     request_tokens_per_second: float,
     tool_seconds: float,
-) -> Services:
+) -> PlannedServices:
     """Return the services that deliver a step's trajectories every ``step_seconds``."""
     rate = work.trajectories / step_seconds
     turns = rate * work.turns
@@ -381,7 +381,7 @@ def size_services(
     cores = turns * _at(_SAMPLER_MS, context) / 1000
     ranks, speed, slots = _engine(model, gpu, work.trajectory_tokens)
     decoding = in_flight * seconds / (seconds + work.turns * tool_seconds)
-    return Services(
+    return PlannedServices(
         trajectories_per_second=rate,
         turns_per_second=turns,
         generated_per_second=generated,
@@ -441,7 +441,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class FitVerdict:
     """What became of a candidate."""
 
     candidate: Candidate
@@ -457,11 +457,11 @@ class Search:
 
     model: PlannedModel
     work: Workload
-    cluster: Cluster
+    cluster: GpuCluster
     configs: Configs
     reference_parameters: int = 0
     """Numbers in the reference model of the loss, which is sharded like the policy."""
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[FitVerdict] = field(default_factory=list)
     """The fastest first."""
     refused: dict[str, list[Layout]] = field(default_factory=dict)
     """Reason → layouts that the trainer refuses."""
@@ -498,11 +498,11 @@ class Search:
             same = {(item.layout, item.checkpointing) for item in fits}
             if memory.peak > self.limit:
                 reason = self._too_large(candidate, memory.peak)
-                verdict = Verdict(candidate=candidate, state="too large", memory=memory, reason=reason)
+                verdict = FitVerdict(candidate=candidate, state="too large", memory=memory, reason=reason)
             elif len(fits) >= enough or (candidate.layout, candidate.checkpointing) in same:
-                verdict = Verdict(candidate=candidate, state="slower", memory=memory)
+                verdict = FitVerdict(candidate=candidate, state="slower", memory=memory)
             else:
-                verdict = Verdict(candidate=candidate, state="fits", memory=memory)
+                verdict = FitVerdict(candidate=candidate, state="fits", memory=memory)
                 fits.append(candidate)
             self.verdicts.append(verdict)
 
@@ -584,7 +584,7 @@ def name_of(layout: Layout) -> str:
     return " × ".join(parts) or "one GPU"
 
 
-def list_layouts(cluster: Cluster, configs: Configs) -> Iterator[Layout]:
+def list_layouts(cluster: GpuCluster, configs: Configs) -> Iterator[Layout]:
     """Yield the layouts of all GPUs; a size that was given as a flag is kept.
 
     Copies of the model (``dp_replicate``) are listed for several machines, one copy each.
@@ -606,7 +606,7 @@ def list_layouts(cluster: Cluster, configs: Configs) -> Iterator[Layout]:
             yield Layout(**dict(zip(choices, sizes, strict=True)), dp_shard=world // taken)
 
 
-def refusal(module: Any, layout: Layout, cluster: Cluster, configs: Configs, max_tokens: int) -> str:
+def refusal(module: Any, layout: Layout, cluster: GpuCluster, configs: Configs, max_tokens: int) -> str:
     """Return why the trainer refuses ``layout`` of a causal LM, and what would help; empty if it does not."""
     checks: list[Callable[[], object]] = [
         lambda: check_flags(layout, configs[AdapterConfig], configs[MemoryConfig])

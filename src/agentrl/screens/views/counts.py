@@ -14,7 +14,7 @@ from agentrl.documents.status import TRAINED, DataStatus, RecordStatus, TaskStat
 from agentrl.scoring.groups import FAILED
 from agentrl.screens.views.pipelines import StepRow, as_is
 from agentrl.screens.views.read import Views
-from agentrl.screens.views.scores import Versions
+from agentrl.screens.views.scores import VersionScores
 from agentrl.store.epochs import ORDER
 from agentrl.store.mechanics.connection import DATA, RECORD, TASK, Json, Repository, database_call
 from agentrl.store.runs import Disk, read_disk
@@ -320,7 +320,7 @@ class Details(Repository):
                 },
                 {"environment": {"$ne": None}},
             ),
-            versions=await Versions(self._connection).published(_LAST_VERSIONS),
+            versions=await VersionScores(self._connection).published(_LAST_VERSIONS),
             steps=await Views(self._connection).steps(last=_LAST_STEPS),
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ _ANSWER_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredTrajectory:
+class ScoredRow:
     """One scored trajectory, with what its score may depend on."""
 
     id: str
@@ -46,7 +46,7 @@ class Rewards(Repository):
     """Reads scored trajectories for the page about rewards. It never writes."""
 
     @database_call
-    async def newest(self, split: str, *, limit: int = NEWEST) -> list[ScoredTrajectory]:
+    async def newest(self, split: str, *, limit: int = NEWEST) -> list[ScoredRow]:
         """Return the newest scored trajectories of a split, newest first."""
         people = await Labels(self._connection).scores()
         with pymongo.timeout(_SECONDS):
@@ -92,7 +92,7 @@ _FIELDS: Json = {
 }
 
 
-def _scored(document: Json, people: Mapping[str, float]) -> ScoredTrajectory:
+def _scored(document: Json, people: Mapping[str, float]) -> ScoredRow:
     opinions: dict[str, float] = {}
     judges = set()
     for opinion in (*document["earlier"], document["now"], document.get("later", {}), *document["parts"]):
@@ -104,7 +104,7 @@ def _scored(document: Json, people: Mapping[str, float]) -> ScoredTrajectory:
     if document["_id"] in people:
         opinions[PEOPLE] = people[document["_id"]]
     plain = ("task", "score", "generated_tokens", "turns", "tool_calls", "answer", "created_at")
-    return ScoredTrajectory(
+    return ScoredRow(
         id=document["_id"], opinions=opinions, judges=frozenset(judges),
         **{name: document[name] for name in plain},
     )  # fmt: skip
@@ -137,7 +137,7 @@ class VersionSummary:
     """From the claim to the score."""
 
 
-class Versions(Repository):
+class VersionScores(Repository):
     """The reads behind the comparison of versions. It never writes."""
 
     @database_call

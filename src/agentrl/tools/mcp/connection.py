@@ -530,7 +530,7 @@ class RefusedError(Exception):
         self.retry_after = retry_after
 
 
-class Connection:
+class McpConnection:
     """One connection and its owner task: the SDK's connections belong to the task that opened them."""
 
     def __init__(self, spec: McpSpec, http: httpx2.AsyncClient | None) -> None:

@@ -21,9 +21,17 @@ from agentrl.errors import (
     ToolServerError,
     tool_server,
 )
-from agentrl.tools.base import Reply, Schema, ServerSession, ToolServer, Trajectory, schema_name, timed_out
+from agentrl.tools.base import (
+    Reply,
+    Schema,
+    ServerSession,
+    ToolServer,
+    TrajectoryInfo,
+    schema_name,
+    timed_out,
+)
 from agentrl.tools.config import CallGate, Hook, HttpSpec, Limits, McpSpec, Scope, StdioSpec, redact_address
-from agentrl.tools.mcp.connection import TRAJECTORY_KEY, Connection, LostError, RefusedError, UnusableError
+from agentrl.tools.mcp.connection import TRAJECTORY_KEY, LostError, McpConnection, RefusedError, UnusableError
 
 if TYPE_CHECKING:
     import httpx2
@@ -64,7 +72,7 @@ class McpServer(ToolServer, ABC):
         self._again_at = 0.0
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def connect(self) -> Connection:
+    async def connect(self) -> McpConnection:
         """Return a new connection. Raises ToolServerError, at once while the back-off lasts.
 
         While the server is down, concurrent callers share one series of attempts. The error is a
@@ -76,7 +84,7 @@ class McpServer(ToolServer, ABC):
                 raise self.unreachable(self._problem)
             for delay in RECONNECT_DELAYS:
                 await asyncio.sleep(delay)
-                connection = Connection(self._spec, self._http_client())
+                connection = McpConnection(self._spec, self._http_client())
                 try:
                     await connection.open()
                 except ConnectionError as error:
@@ -109,7 +117,7 @@ class McpServer(ToolServer, ABC):
         """Return the error of a trajectory whose state was in a session that the server does not know."""
         return SessionLostError(f"tool server {self.name} has lost the session of this trajectory: {why}")
 
-    def discard(self, connection: Connection, why: str, *, session: bool = False) -> None:
+    def discard(self, connection: McpConnection, why: str, *, session: bool = False) -> None:
         """Close a connection that is lost, in the background; of a lost ``session``, after its calls."""
         logger.warning("tool server lost", extra={"server": self.name, "why": why})
         self.later(connection.retire() if session else connection.close())
@@ -143,7 +151,7 @@ class McpServer(ToolServer, ABC):
 class McpSession(ServerSession, ABC):
     """What shared and dedicated servers have in common; subclasses make the request."""
 
-    def __init__(self, server: McpServer, trajectory: Trajectory) -> None:
+    def __init__(self, server: McpServer, trajectory: TrajectoryInfo) -> None:
         self.meta = {TRAJECTORY_KEY: trajectory.id}
         self.options = server.options
         self._name = server.name
@@ -268,8 +276,8 @@ class SharedServer(McpServer):
 
     def __init__(self, spec: McpSpec, config: ToolConfig) -> None:
         super().__init__(spec, config)
-        self._connection: Connection | None = None
-        self._opening: asyncio.Task[Connection | ToolServerError] | None = None
+        self._connection: McpConnection | None = None
+        self._opening: asyncio.Task[McpConnection | ToolServerError] | None = None
         self._testing: asyncio.Task[None] | None = None
         self._schemas: Sequence[Schema] = ()
 
@@ -284,10 +292,10 @@ class SharedServer(McpServer):
         """Connect and list the tools. Raises ToolServerError."""
         await self.live()
 
-    def session(self, trajectory: Trajectory) -> SharedSession:
+    def session(self, trajectory: TrajectoryInfo) -> SharedSession:
         return SharedSession(self, trajectory)
 
-    async def live(self) -> Connection:
+    async def live(self) -> McpConnection:
         """Return the connection; reconnect if it is lost. All callers share one attempt.
 
         Raises ToolServerError.
@@ -301,7 +309,7 @@ class SharedServer(McpServer):
             raise opened
         return opened
 
-    def lost(self, connection: Connection, why: str, *, session: bool = False) -> None:
+    def lost(self, connection: McpConnection, why: str, *, session: bool = False) -> None:
         """Give up a connection; the next call opens a new one."""
         if self._connection is not connection:
             return
@@ -309,7 +317,7 @@ class SharedServer(McpServer):
         self._connection = None
         self.discard(connection, why, session=session)
 
-    def suspect(self, connection: Connection) -> asyncio.Future[None]:
+    def suspect(self, connection: McpConnection) -> asyncio.Future[None]:
         """Test a connection in the background; give it up if it does not answer. One test runs at a time."""
         if self._testing is None or self._testing.done():
             self._testing = self.later(self._test(connection))
@@ -329,7 +337,7 @@ class SharedServer(McpServer):
             await connection.close()
         await super().close()
 
-    async def _reopen(self) -> Connection | ToolServerError:
+    async def _reopen(self) -> McpConnection | ToolServerError:
         stale, self._connection = self._connection, None
         try:
             if stale is not None:
@@ -342,7 +350,7 @@ class SharedServer(McpServer):
         finally:
             self._opening = None
 
-    async def _test(self, connection: Connection) -> None:
+    async def _test(self, connection: McpConnection) -> None:
         if not await connection.answers():
             self.lost(connection, "it did not answer a call, nor a list of its tools")
 
@@ -350,11 +358,11 @@ class SharedServer(McpServer):
 class SharedSession(McpSession):
     """The calls of one trajectory to a shared server."""
 
-    def __init__(self, server: SharedServer, trajectory: Trajectory) -> None:
+    def __init__(self, server: SharedServer, trajectory: TrajectoryInfo) -> None:
         super().__init__(server, trajectory)
         self._server = server
         self._is_closed = False
-        self._used: Connection | None = None
+        self._used: McpConnection | None = None
         """The connection that has answered a call, and so holds what the setup hooks have made."""
 
     async def prepare(self) -> None:
@@ -414,7 +422,7 @@ class DedicatedServer(McpServer):
     def __init__(self, spec: McpSpec, config: ToolConfig) -> None:
         super().__init__(spec, config)
         self._schemas: Sequence[Schema] = ()
-        self._warm: list[Connection] = []
+        self._warm: list[McpConnection] = []
         self._filling: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -430,10 +438,10 @@ class DedicatedServer(McpServer):
         self._warm.append(first)
         self._fill()
 
-    def session(self, trajectory: Trajectory) -> DedicatedSession:
+    def session(self, trajectory: TrajectoryInfo) -> DedicatedSession:
         return DedicatedSession(self, trajectory)
 
-    async def take(self) -> Connection:
+    async def take(self) -> McpConnection:
         """Return a connection that no other trajectory has. Raises ToolServerError."""
         while self._warm:
             connection = self._warm.pop(0)
@@ -445,7 +453,7 @@ class DedicatedServer(McpServer):
         self._fill()
         return connection
 
-    def give_back(self, connection: Connection, meta: Mapping[str, str], *, is_idle: bool) -> None:
+    def give_back(self, connection: McpConnection, meta: Mapping[str, str], *, is_idle: bool) -> None:
         """Reset an idle connection for the next trajectory, or replace it, in the background.
 
         One that may still work on an abandoned call is replaced: the call could change what comes after.
@@ -461,7 +469,7 @@ class DedicatedServer(McpServer):
         await asyncio.gather(*(connection.close() for connection in warm))
         await super().close()
 
-    async def _recycle(self, connection: Connection, meta: Mapping[str, str]) -> None:
+    async def _recycle(self, connection: McpConnection, meta: Mapping[str, str]) -> None:
         hook = self.options.reset
         if hook is None or self._is_closed or len(self._warm) >= max(self.options.warm, 1):
             await connection.close()
@@ -497,11 +505,11 @@ class DedicatedServer(McpServer):
 class DedicatedSession(McpSession):
     """The calls of one trajectory to its own connection."""
 
-    def __init__(self, server: DedicatedServer, trajectory: Trajectory) -> None:
+    def __init__(self, server: DedicatedServer, trajectory: TrajectoryInfo) -> None:
         super().__init__(server, trajectory)
         self._server = server
-        self._connection: Connection | None = None
-        self._used: Connection | None = None
+        self._connection: McpConnection | None = None
+        self._used: McpConnection | None = None
         """The connection that has answered a call, and so holds state of the trajectory."""
         self._taking = asyncio.Lock()
         self._was_lost = False
@@ -570,7 +578,7 @@ class DedicatedSession(McpSession):
         else:
             self._server.discard(connection, "it ended before its trajectory")
 
-    async def _own(self) -> Connection:
+    async def _own(self) -> McpConnection:
         """Return the trajectory's connection; take one, and run the setup hooks, if it has none.
 
         Raises SessionLostError if a server behind HTTP has ended it, with the trajectory's state. That a
@@ -592,7 +600,7 @@ class DedicatedSession(McpSession):
                 self._connection = connection
             return self._connection
 
-    def _on(self, connection: Connection) -> Request:
+    def _on(self, connection: McpConnection) -> Request:
         """Return a function that calls tools on ``connection``; a loss is an outage."""
 
         async def request(tool: str, arguments: Mapping[str, Any], limits: Limits) -> Reply:
@@ -605,7 +613,7 @@ class DedicatedSession(McpSession):
 
         return request
 
-    def _lose(self, connection: Connection, why: str, *, session: bool = False) -> None:
+    def _lose(self, connection: McpConnection, why: str, *, session: bool = False) -> None:
         if self._connection is connection:
             self._connection = None
             self._was_lost = self._was_lost or connection is self._used

@@ -29,7 +29,7 @@ from agentrl.base.batches import batches
 from agentrl.base.concurrency import background
 from agentrl.base.processes import has_ended, owned_name, owner_of
 from agentrl.base.proxies import ProxiedTransport, blocking_transport, proxy_of
-from agentrl.base.validation import Positive, Settings, Text, read_config
+from agentrl.base.validation import Positive, SettingsModel, Text, read_config
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.worlds.containers.base import (
     COPY_BYTES,
@@ -140,7 +140,7 @@ _KEPT_SECONDS: Final = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KubernetesOptions(Settings):
+class KubernetesOptions(SettingsModel):
     """``options`` of a container of Kubernetes."""
 
     namespace: Text | None = None

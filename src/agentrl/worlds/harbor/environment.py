@@ -60,7 +60,7 @@ _FILE_BYTES, _FILES_BYTES = 32 << 10, 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TestVerdict:
     """What the tests left: how they ran, the text files of ``/logs``, and the rewards by name."""
 
     run: CommandRun | None
@@ -105,7 +105,7 @@ async def control(container: Container, line: str, seconds: float = _CONTROL_SEC
 async def verify(
     container: Container, tests: Path | None, scratch: Path, *, seconds: float, user: str | None,
     variables: Mapping[str, str],
-) -> Verdict:  # fmt: skip
+) -> TestVerdict:  # fmt: skip
     """Run the tests. ``tests`` is the archive of ``tests/``, None if the image has them.
 
     What the agent left under ``/tests`` and ``/logs/verifier`` is removed first, and what it left running
@@ -123,18 +123,18 @@ async def verify(
     )  # fmt: skip
     run = done.as_command_run
     if done.exceeded is not None:
-        return Verdict(run, {}, f"it reached its limit of {done.exceeded}")
+        return TestVerdict(run, {}, f"it reached its limit of {done.exceeded}")
     archive = scratch / "verifier.tar"
     try:
         await container.copy(archive, out_of=VERIFIER_LOGS, limit=_LOG_BYTES)
     except FileNotFoundError:
-        return Verdict(run, {}, f"it removed {VERIFIER_LOGS}")
+        return TestVerdict(run, {}, f"it removed {VERIFIER_LOGS}")
     except FilesTooLargeError as error:
-        return Verdict(run, {}, f"{VERIFIER_LOGS} is larger than {_LOG_BYTES >> 20} MiB: {error.message}")
+        return TestVerdict(run, {}, f"{VERIFIER_LOGS} is larger than {_LOG_BYTES >> 20} MiB: {error.message}")
     try:
         files = await asyncio.to_thread(_read_archive, archive)
     except UNREADABLE as error:
-        return Verdict(run, {}, f"the archive of {VERIFIER_LOGS} cannot be read: {error}")
+        return TestVerdict(run, {}, f"the archive of {VERIFIER_LOGS} cannot be read: {error}")
     rewards = _rewards(files)
     kept = {f"verifier/{name}": text for name, text in files.items()}
     for folder in ("agent", "artifacts"):
@@ -143,7 +143,7 @@ async def verify(
             await container.copy(other, out_of=f"{LOGS}/{folder}", limit=_LOG_BYTES)
             read = await asyncio.to_thread(_read_archive, other)
             kept |= {f"{folder}/{name}": text for name, text in read.items()}
-    return Verdict(run, kept, rewards)
+    return TestVerdict(run, kept, rewards)
 
 
 def _read_archive(archive: Path) -> dict[str, str]:
@@ -302,7 +302,7 @@ class Harbor(Environment):
         except (TaskEnvironmentError, ToolServerError) as error:
             if error.outage is not None:
                 raise
-            verdict = Verdict(None, {}, error.message)
+            verdict = TestVerdict(None, {}, error.message)
         run = verdict.run
         self.left = HarnessRun(
             run=None, changed_files=changed, changes=count, diff=_hidden(diff),
@@ -344,7 +344,7 @@ class Harbor(Environment):
         if image.table.healthcheck is not None:
             await _wait_until_healthy(container, image.table.healthcheck)
 
-    async def _verify(self, worked_in: Container) -> Verdict:
+    async def _verify(self, worked_in: Container) -> TestVerdict:
         """Run the tests in the container of the agent's work, or in one that gets only its artifacts."""
         task = self._harbor
         if not task.toml.verifier.is_separate:
@@ -362,7 +362,7 @@ class Harbor(Environment):
         finally:
             await asyncio.shield(container.stop())
 
-    async def _test(self, container: Container) -> Verdict:
+    async def _test(self, container: Container) -> TestVerdict:
         task, tests = self._harbor, None
         if not task.tests_in_image:
             tests = await asyncio.to_thread(archive_of, task.folder / "tests", task.digest)

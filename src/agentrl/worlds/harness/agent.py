@@ -59,7 +59,7 @@ from agentrl.worlds.harness.prepare import (
     read_file,
     restore,
 )
-from agentrl.worlds.sandbox.changes import Changes, compare
+from agentrl.worlds.sandbox.changes import FolderChanges, compare
 from agentrl.worlds.sandbox.limits import Execution
 from agentrl.worlds.sandbox.local import launch, uses_namespaces
 from agentrl.worlds.sandbox.namespaces import LOOPBACK, WORK
@@ -111,7 +111,7 @@ class Session(ABC):
         """The working directory, as commands see it."""
         return f"{self.root}/{WORKSPACE}"
 
-    async def changes(self) -> Changes:
+    async def changes(self) -> FolderChanges:
         """Return what differs in the working directory from its beginning."""
         return await asyncio.to_thread(compare, self.before, self.archive, WORKSPACE)
 
@@ -399,9 +399,9 @@ class TaskContainer(Session):
             paths = [WORK, *(f"{self.workspace}/{name}" for name in work)]
             await control(container, shlex.join(["chown", "-R", "--", user, *paths]))
 
-    async def changes(self) -> Changes:
+    async def changes(self) -> FolderChanges:
         """Return none: the environment compares the files of its container."""
-        return Changes((), 0, "")
+        return FolderChanges((), 0, "")
 
     async def _execute(
         self, command: Command, environment: Mapping[str, str], seconds: float, calls_model: bool

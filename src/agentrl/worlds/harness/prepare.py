@@ -27,7 +27,7 @@ from agentrl.base.validation import (
     PlainText,
     Positive,
     PositiveWhole,
-    Settings,
+    SettingsModel,
     Text,
     read_settings,
     wrong,
@@ -120,7 +120,7 @@ class HarnessLimits(SandboxLimits):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workspace(Settings):
+class Workspace(SettingsModel):
     """What the working directory begins with: the files of a folder, or of a commit in a Git bundle."""
 
     template: BesideFile | None = None
@@ -137,14 +137,14 @@ class Workspace(Settings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HarnessFile(Settings):
+class HarnessFile(SettingsModel):
     """A file that the harness writes into the working directory."""
 
     file: Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreCommand(Settings):
+class ScoreCommand(SettingsModel):
     """A command that scores the working directory, such as its tests."""
 
     command: Command
@@ -168,7 +168,7 @@ Answer = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HarnessConfig(Settings):
+class HarnessConfig(SettingsModel):
     """The description of a harness. Folders and files are absolute."""
 
     command: Command

@@ -22,7 +22,7 @@ _CHUNK: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class FolderChanges:
     """What differs between two archives."""
 
     files: tuple[str, ...]
@@ -37,7 +37,7 @@ class _Entry:
     """None for a file that is large or not text."""
 
 
-def compare(before: Path, after: Path, folder: str = "") -> Changes:
+def compare(before: Path, after: Path, folder: str = "") -> FolderChanges:
     """Return how ``folder`` of the archives changed; its folder ``.git`` does not count."""
     old, new = _entries(before, folder), _entries(after, folder)
     names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
@@ -50,7 +50,7 @@ def compare(before: Path, after: Path, folder: str = "") -> Changes:
             break
         parts.append(part)
         length += len(part)
-    return Changes(tuple(names[:LISTED]), len(names), "".join(parts))
+    return FolderChanges(tuple(names[:LISTED]), len(names), "".join(parts))
 
 
 def _entries(archive: Path, folder: str) -> dict[str, _Entry]:

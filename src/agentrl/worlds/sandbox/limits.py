@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
 from agentrl.base.permissions import call_name
-from agentrl.base.validation import Positive, PositiveWhole, Settings, Text, read_config
+from agentrl.base.validation import Positive, PositiveWhole, SettingsModel, Text, read_config
 from agentrl.documents.record import CommandRun, Ending
 
 _ENDINGS: Final = {
@@ -23,7 +23,7 @@ Isolation = Literal["auto", "namespaces", "limits", "docker"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxLimits(Settings):
+class SandboxLimits(SettingsModel):
     """What one program may use. A program that exceeds a limit is killed with all that it started."""
 
     seconds: Positive = 10.0

@@ -25,7 +25,7 @@ from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer
 from agentrl.rollout.outages import Outages
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.scoring import Scoring
-from agentrl.rollout.setup import Admission
+from agentrl.rollout.setup import AdmissionLimit
 from agentrl.store.claims import GroupLimit
 from agentrl.store.client import Store, open_store
 from agentrl.store.training_data import StaleVersions
@@ -244,7 +244,7 @@ class NoWorker:
 
 async def idle_run(store: Store, trainer_side: Store) -> list[str]:
     """What a sampler with nothing to claim and a trainer with nothing to train send in ``IDLE_SECONDS``."""
-    admission = Admission(SamplingConfig(), TrainConfig())
+    admission = AdmissionLimit(SamplingConfig(), TrainConfig())
 
     async def allowed() -> GroupLimit:
         return await admission.groups_allowed(store, ())

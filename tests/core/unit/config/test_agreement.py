@@ -24,7 +24,7 @@ from agentrl.config.schema import (
 )
 from agentrl.errors import ConfigError
 from agentrl.losses.settings import LossSettings
-from agentrl.rollout.setup import Admission
+from agentrl.rollout.setup import AdmissionLimit
 
 STEPS = 12
 GROUPS = 3
@@ -43,7 +43,7 @@ class Simulation:
     """A run in which samplers begin what admission allows and the trainer trains as soon as it can."""
 
     def __init__(self, sampling: SamplingConfig, training: TrainConfig) -> None:
-        self.admission = Admission(sampling, training)
+        self.admission = AdmissionLimit(sampling, training)
         self.publish_steps = training.publish_steps
         self.step = self.open = 0
         self.versions = [0]

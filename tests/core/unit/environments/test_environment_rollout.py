@@ -20,7 +20,7 @@ from agentrl.rollout.agents import AGENTS, run_agent
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.trajectory_calls import PendingCall
 from agentrl.scoring.scorers import ScorerContext, run_scorer
-from agentrl.tools.base import Trajectory
+from agentrl.tools.base import TrajectoryInfo
 from agentrl.tools.pool import ToolPool
 
 
@@ -39,7 +39,7 @@ async def play(asked: Task, agent: str, *script: str) -> tuple[Rollout, Outcome]
         """Store nothing."""
 
     pool = ToolPool(ToolConfig())
-    async with pool, pool.session(Trajectory.of(claim), environment) as tools:
+    async with pool, pool.session(TrajectoryInfo.of(claim), environment) as tools:
         rollout = make_rollout(
             claim, AgentConfig(), chat_format=engine.chat_format, engine=engine, write=write, tools=tools,
             schemas=await tools.list(), environment=environment,
@@ -87,7 +87,7 @@ async def test_a_tool_that_the_environment_does_not_list_is_not_called() -> None
     assert environment is not None
     claim = Claim(task=task("counter", meta={"from": 1}), traj_id=0, attempt=1, owner="o")
     pool = ToolPool(ToolConfig())
-    async with pool, pool.session(Trajectory.of(claim), environment) as tools:
+    async with pool, pool.session(TrajectoryInfo.of(claim), environment) as tools:
         assert (await tools.call("reward", {})).error
         assert (await tools.call("add", {"a": "x", "b": 1})).error
         assert (await tools.call("add", {"a": 1, "b": 1})).text == "3"

@@ -15,7 +15,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import EngineError
 from agentrl.evaluation import progress as progress_module
 from agentrl.evaluation.engines import FixedVersionRouter
-from agentrl.evaluation.progress import Progress, StoppedError
+from agentrl.evaluation.progress import Parts, StoppedError
 from agentrl.inference.engine import Generation
 
 
@@ -72,7 +72,7 @@ async def test_a_stop_ends_a_wait_and_cancels_the_work(monkeypatch: pytest.Monke
     monkeypatch.setattr(progress_module, "WORD_SECONDS", 0.01)
     stop, out, ended = asyncio.Event(), Output(), asyncio.Event()
 
-    async def work(told: Progress) -> None:
+    async def work(told: Parts) -> None:
         told.tell("engine 3 is\nstarting \x1b[31m" + "x" * 100)
         try:
             await out.said.wait()
@@ -81,7 +81,7 @@ async def test_a_stop_ends_a_wait_and_cancels_the_work(monkeypatch: pytest.Monke
         finally:
             ended.set()
 
-    waiting = Progress("eval r", stop, out)
+    waiting = Parts("eval r", stop, out)
     async with waiting.lines():
         assert await waiting.until("adding", asyncio.sleep(0, 3)) == 3
         with pytest.raises(StoppedError, match="waiting for an engine"):

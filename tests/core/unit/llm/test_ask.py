@@ -15,9 +15,9 @@ from agentrl.base.concurrency import Deadline
 from agentrl.llm import client as ask_module
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.client import (
-    Answer,
+    ChatAnswer,
     NoAnswerError,
-    Window,
+    RateWindow,
     ask,
     endpoint_client,
     fenced,
@@ -50,7 +50,7 @@ def read(text: str) -> str | None:
     return text if text.startswith("yes") else None
 
 
-async def put(section: AgentSection, seconds: float = 60.0) -> Answer[str]:
+async def put(section: AgentSection, seconds: float = 60.0) -> ChatAnswer[str]:
     return await ask(section, QUESTION, read, Deadline(seconds))
 
 
@@ -180,7 +180,7 @@ async def test_requests_and_tokens_a_minute_are_bounded(
 
 def test_a_window_never_holds_more_than_its_limit() -> None:
     now = 0.0
-    window = Window(10, lambda: now)
+    window = RateWindow(10, lambda: now)
     assert window.wait_seconds(6) == 0
     use = window.add(6)
     assert window.wait_seconds(4) == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import SamplingConfig, TrainConfig
-from agentrl.rollout.setup import Admission
+from agentrl.rollout.setup import AdmissionLimit
 from agentrl.store.claims import GroupLimit
 
 
@@ -31,8 +31,8 @@ def served(engine: int | None) -> list[int]:
     return [] if engine is None else [engine]
 
 
-def admission(*, sync: bool, **flags: int) -> Admission:
-    return Admission(SamplingConfig(sync_sampling=sync, **flags), TrainConfig(groups_per_step=4))
+def admission(*, sync: bool, **flags: int) -> AdmissionLimit:
+    return AdmissionLimit(SamplingConfig(sync_sampling=sync, **flags), TrainConfig(groups_per_step=4))
 
 
 @pytest.mark.parametrize(("max_staleness", "groups"), [(0, 4), (1, 8), (3, 16)])

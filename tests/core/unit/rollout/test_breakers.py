@@ -23,7 +23,7 @@ from agentrl.errors import (
     tool_server,
 )
 from agentrl.llm.agent_config import ModelEndpoint
-from agentrl.llm.client import Limits
+from agentrl.llm.client import EndpointLimits
 from agentrl.rollout import outages as breaker_module
 from agentrl.rollout.outages import (
     LONGEST_PAUSE_SECONDS,
@@ -271,7 +271,7 @@ async def test_a_breaker_waits_as_long_as_the_dependency_asked() -> None:
 @pytest.mark.attack
 async def test_no_dependency_may_ask_for_more_than_an_hour() -> None:
     breaker = Breaker(judge("gpt"), lambda: None)
-    limits = Limits(ModelEndpoint(model="gpt", base_url="http://judge", api_key=""))
+    limits = EndpointLimits(ModelEndpoint(model="gpt", base_url="http://judge", api_key=""))
     for asked in (9e99, float("inf"), float("nan")):
         limits.pause(asked)
         fail(breaker, retry_after=asked)

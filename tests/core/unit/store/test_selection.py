@@ -9,14 +9,14 @@ from agentrl.store.epochs import (
     ORDERED_EVERY,
     PASS_RATE,
     SLOTS_AT_ONCE,
-    Estimate,
     Option,
+    RateEstimate,
     choose,
     ease_after_group,
     sort_key,
 )
 
-ABLE = Estimate(3.0)
+ABLE = RateEstimate(3.0)
 """A policy that passes 0.95 of the mean task."""
 
 
@@ -42,7 +42,7 @@ def test_unknown_tasks_go_first_where_the_known_ones_are_no_likelier_to_have_spr
     ordered = [option("new")]
     assert choose(ordered, [option("mean", epoch=1)], ABLE, 1, 1)[0].by == ORDER
     assert choose(ordered, [option("easy", 2.0, epoch=1)], ABLE, 1, 1)[0].by == ORDER
-    gains_little = choose(ordered, [option("near", -0.5, epoch=1)], Estimate(0.5), 1, 1)
+    gains_little = choose(ordered, [option("near", -0.5, epoch=1)], RateEstimate(0.5), 1, 1)
     assert gains_little[0].by == ORDER
 
 
@@ -50,8 +50,8 @@ def test_unknown_tasks_are_expected_to_agree_as_often_as_other_first_groups_did(
     """Half of the tasks are impossible, the others easy: the mean task has spread, and hardly any other."""
     agreed = tuple(Trials(8, passed) for passed in [0, 8] * 8)
     known = option("known", 1.5, epoch=1)
-    assert choose([option("new")], [known], Estimate(0.0), 1, 1)[0].by == ORDER
-    assert choose([option("new")], [known], Estimate(0.0, agreed), 1, 1)[0].by == PASS_RATE
+    assert choose([option("new")], [known], RateEstimate(0.0), 1, 1)[0].by == ORDER
+    assert choose([option("new")], [known], RateEstimate(0.0, agreed), 1, 1)[0].by == PASS_RATE
 
 
 def test_what_is_left_is_begun_whatever_its_spread() -> None:
@@ -68,8 +68,8 @@ def test_a_task_that_is_both_next_in_order_and_known_is_begun_once() -> None:
 
 def test_an_admission_ends_with_its_capacity_or_its_slots() -> None:
     ordered = [option(f"new{number}") for number in range(20)]
-    assert len(choose(ordered, [], Estimate(0.0), 1, 3)) == 3
-    assert len(choose(ordered, [], Estimate(0.0), 1, 20)) == SLOTS_AT_ONCE // 8
+    assert len(choose(ordered, [], RateEstimate(0.0), 1, 3)) == 3
+    assert len(choose(ordered, [], RateEstimate(0.0), 1, 20)) == SLOTS_AT_ONCE // 8
 
 
 def test_a_group_corrects_the_ease_of_its_begin() -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from agentrl.config.schema import ToolConfig
 from agentrl.documents.model_call import ToolExecution
 from agentrl.errors import ConfigError
-from agentrl.tools.base import ToolResult, Trajectory
+from agentrl.tools.base import ToolResult, TrajectoryInfo
 from agentrl.tools.browse import open_browse_agent
 from agentrl.tools.pool import ToolPool
 
@@ -46,7 +46,7 @@ def config_of(llm: FakeLLM, *models: str, **settings: Any) -> str:
 
 async def call(config_path: str, name: str, **arguments: Any) -> ToolResult:
     config = ToolConfig(tools=f"{__name__}:visit,{__name__}:search", max_tool_result_chars=500)
-    trajectory = Trajectory(id="t", question="What is on line 7?")
+    trajectory = TrajectoryInfo(id="t", question="What is on line 7?")
     pool = ToolPool(config, open_browse_agent(config_path))
     async with pool, pool.session(trajectory) as tools:
         return await tools.call(name, arguments)

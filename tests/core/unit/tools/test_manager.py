@@ -13,10 +13,10 @@ import pytest
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
-from agentrl.tools.base import ToolResult, Trajectory, schema_name
+from agentrl.tools.base import ToolResult, TrajectoryInfo, schema_name
 from agentrl.tools.pool import ToolPool
 
-ANY = Trajectory(id="train/0/t/0")
+ANY = TrajectoryInfo(id="train/0/t/0")
 
 TOOLS = {
     "math": [{"type": "function", "function": {"name": "mul", "description": "d", "parameters": {"a": 1}}}],

@@ -28,7 +28,7 @@ from agentrl.train import checkpoint
 from agentrl.train.build import build_trainer
 from agentrl.train.controller import lead
 from agentrl.train.folders import RunFolders
-from agentrl.train.lease import TrainerLease
+from agentrl.train.lease import HeldTrainerLease
 from agentrl.train.loop import Trainer
 from agentrl.train.publishing import DeviceTurns, Publisher, Saver, roll_back
 
@@ -77,7 +77,7 @@ def _starter(base: Path, store: FakeStore, output: Path) -> Callable[..., Any]:
         device: DeviceLease | None = None, **changes: Any
     ) -> Trainer:  # fmt: skip
         config = TrainConfig(**{"groups_per_step": 2, "save_steps": 1, "publish": "full", **changes})
-        lease = TrainerLease(store, await store.trainer_lease.acquire("me", "h", 1, 60.0), 60.0)
+        lease = HeldTrainerLease(store, await store.trainer_lease.acquire("me", "h", 1, 60.0), 60.0)
         steps = await store.steps.find()
         found = checkpoint.find(output, choice, steps, run_name="run", base=base)
         recipe = training_configs(

@@ -11,11 +11,11 @@ from tiny_policy import write_tiny_policy
 from agentrl.config.schema import ModelConfig, TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.model.load import load_policy
-from agentrl.train.start import Retention, amount, check_output, model_bytes, retention
+from agentrl.train.start import KeptFiles, amount, check_output, model_bytes, retention
 from agentrl.weights.snapshot import write_config
 
 Usage = namedtuple("Usage", "total used free")
-KEPT = Retention(versions=4, version_bytes=10_000_000, checkpoints=2, checkpoint_bytes=30_000_000)
+KEPT = KeptFiles(versions=4, version_bytes=10_000_000, checkpoints=2, checkpoint_bytes=30_000_000)
 
 
 def test_bytes_are_those_that_the_model_has(base: Path) -> None:

@@ -23,7 +23,7 @@ from agentrl.screens.snapshot import TRAIN
 from agentrl.screens.turns import MAX_CHARS, whole_message
 from agentrl.screens.views.pipelines import StepRow
 from agentrl.screens.views.read import Views, WholeTrajectory
-from agentrl.screens.views.scores import Versions, VersionSummary
+from agentrl.screens.views.scores import VersionScores, VersionSummary
 
 _TURNS = 60
 MAX_RUNS = 8
@@ -107,7 +107,7 @@ def _differences(runs: Sequence[Mapping[str, RunSettings]]) -> list[tuple[str, s
 async def _versions(request: Request) -> Response:
     split = request.query_params.get("split", TRAIN)
     async with open_run(request) as store:
-        versions = Versions(store.connection)
+        versions = VersionScores(store.connection)
         published = await versions.published(_VERSIONS)
         numbers = [version.id for version in published]
         sampled = await versions.newest_sampled(split)
@@ -141,7 +141,7 @@ async def _versions(request: Request) -> Response:
 
 
 async def _summary(
-    request: Request, versions: Versions, run: str, number: int, split: str
+    request: Request, versions: VersionScores, run: str, number: int, split: str
 ) -> VersionSummary | None:
     key = ("version", run, number, split)
     return await cache_of(request).get(key, _VERSION_SECONDS, lambda: versions.summary(number, split))

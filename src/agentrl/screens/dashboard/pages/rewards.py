@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from agentrl.screens.dashboard.render import render
 from agentrl.screens.dashboard.stores import cache_of, open_run
-from agentrl.screens.views.scores import Rewards, ScoredTrajectory
+from agentrl.screens.views.scores import Rewards, ScoredRow
 
 _POINTS = 600
 _SECONDS = 10.0
@@ -54,7 +54,7 @@ class RepeatedAnswer:
     """An answer that trajectories of several tasks gave."""
 
     answer: str
-    trajectories: Sequence[ScoredTrajectory]
+    trajectories: Sequence[ScoredRow]
     tasks: int
     mean_score: float
 
@@ -69,7 +69,7 @@ class Disagreement:
     one_mean: float
     other_mean: float
     disagree: int
-    apart: Sequence[ScoredTrajectory]
+    apart: Sequence[ScoredRow]
     with_judge: bool
     """Whether one of them asked a model and the other did not."""
 
@@ -80,10 +80,10 @@ class Edge:
 
     what: str
     why: str
-    trajectories: Sequence[ScoredTrajectory]
+    trajectories: Sequence[ScoredRow]
 
 
-VALUES: dict[str, Callable[[ScoredTrajectory], float]] = {
+VALUES: dict[str, Callable[[ScoredRow], float]] = {
     "generated tokens": lambda row: row.generated_tokens,
     "tool calls": lambda row: row.tool_calls,
     "turns": lambda row: row.turns,
@@ -91,7 +91,7 @@ VALUES: dict[str, Callable[[ScoredTrajectory], float]] = {
 }
 
 
-def dependence(name: str, rows: Sequence[ScoredTrajectory]) -> Dependence:
+def dependence(name: str, rows: Sequence[ScoredRow]) -> Dependence:
     """Return how the score goes with one of ``VALUES``, in bins of about equal size."""
     value = VALUES[name]
     ordered = sorted(rows, key=value)
@@ -117,9 +117,9 @@ def dependence(name: str, rows: Sequence[ScoredTrajectory]) -> Dependence:
 
 
 def _within_groups(
-    rows: Sequence[ScoredTrajectory], value: Callable[[ScoredTrajectory], float]
+    rows: Sequence[ScoredRow], value: Callable[[ScoredRow], float]
 ) -> list[tuple[float, float]]:
-    groups: dict[str, list[ScoredTrajectory]] = defaultdict(list)
+    groups: dict[str, list[ScoredRow]] = defaultdict(list)
     for row in rows:
         groups[row.task].append(row)
     pairs = []
@@ -141,9 +141,9 @@ def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     return sum((x - mean_x) * (y - mean_y) for x, y in pairs) / math.sqrt(spread_x * spread_y)
 
 
-def repeated_answers(rows: Sequence[ScoredTrajectory]) -> list[RepeatedAnswer]:
+def repeated_answers(rows: Sequence[ScoredRow]) -> list[RepeatedAnswer]:
     """Return the answers that at least two tasks got, those of the most tasks first."""
-    by_answer: dict[str, list[ScoredTrajectory]] = defaultdict(list)
+    by_answer: dict[str, list[ScoredRow]] = defaultdict(list)
     for row in rows:
         if row.answer is not None and row.answer.strip():
             by_answer[" ".join(row.answer.lower().split())].append(row)
@@ -158,9 +158,9 @@ def repeated_answers(rows: Sequence[ScoredTrajectory]) -> list[RepeatedAnswer]:
     return sorted(several, key=lambda item: (-item.tasks, -item.mean_score))[:SHOWN]
 
 
-def disagreements(rows: Sequence[ScoredTrajectory]) -> list[Disagreement]:
+def disagreements(rows: Sequence[ScoredRow]) -> list[Disagreement]:
     """Compare every two scorers that scored the same trajectories; a judge against another kind first."""
-    pairs: dict[tuple[str, str], list[ScoredTrajectory]] = defaultdict(list)
+    pairs: dict[tuple[str, str], list[ScoredRow]] = defaultdict(list)
     judges = {name for row in rows for name in row.judges}
     for row in rows:
         for pair in combinations(sorted(row.opinions), 2):
@@ -170,8 +170,8 @@ def disagreements(rows: Sequence[ScoredTrajectory]) -> list[Disagreement]:
     return compared[:SHOWN]
 
 
-def _disagreement(one: str, other: str, rows: Sequence[ScoredTrajectory], judges: set[str]) -> Disagreement:
-    def difference(row: ScoredTrajectory) -> float:
+def _disagreement(one: str, other: str, rows: Sequence[ScoredRow], judges: set[str]) -> Disagreement:
+    def difference(row: ScoredRow) -> float:
         return abs(row.opinions[one] - row.opinions[other])
 
     apart = sorted(rows, key=difference, reverse=True)[:SHOWN]
@@ -185,7 +185,7 @@ def _disagreement(one: str, other: str, rows: Sequence[ScoredTrajectory], judges
     )  # fmt: skip
 
 
-def edges(rows: Sequence[ScoredTrajectory]) -> list[Edge]:
+def edges(rows: Sequence[ScoredRow]) -> list[Edge]:
     """Return the trajectories at the edges: what a policy that games its reward would leave there."""
     if not rows:
         return []
@@ -227,7 +227,7 @@ async def _rewards(request: Request) -> Response:
     )
 
 
-def _analyse(rows: Sequence[ScoredTrajectory]) -> dict[str, Any]:
+def _analyse(rows: Sequence[ScoredRow]) -> dict[str, Any]:
     scores = [row.score for row in rows] or [0.0]
     lowest, spread = min(scores), (max(scores) - min(scores)) or 1.0
     longest = max([row.generated_tokens for row in rows], default=0) or 1

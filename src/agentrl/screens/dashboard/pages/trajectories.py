@@ -187,7 +187,7 @@ def _score(given: str) -> float | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class ScoreRow:
     """One score, by whom, and the reasons."""
 
     scorer: str
@@ -199,7 +199,7 @@ class Verdict:
     details: Shown | None = None
 
 
-def verdicts_of(record: Record) -> list[Verdict]:
+def verdicts_of(record: Record) -> list[ScoreRow]:
     """Return the score that counts with its parts, then later and earlier ones."""
     verdicts = []
     if record.score is not None or record.score_details:
@@ -215,7 +215,7 @@ def verdicts_of(record: Record) -> list[Verdict]:
     return verdicts
 
 
-def _verdicts(score: Any, details: Mapping[str, Any], when: str | None) -> Iterator[Verdict]:
+def _verdicts(score: Any, details: Mapping[str, Any], when: str | None) -> Iterator[ScoreRow]:
     yield _verdict(str(details.get("scorer", "score")), score, details, when)
     parts = details.get("parts")
     for name, part in parts.items() if isinstance(parts, Mapping) else ():
@@ -223,10 +223,10 @@ def _verdicts(score: Any, details: Mapping[str, Any], when: str | None) -> Itera
             yield _verdict(str(name), part.get("score"), part, when)
 
 
-def _verdict(scorer: str, score: Any, details: Mapping[str, Any], when: str | None) -> Verdict:
+def _verdict(scorer: str, score: Any, details: Mapping[str, Any], when: str | None) -> ScoreRow:
     rest = {key: value for key, value in details.items() if key not in _HEAD}
     judge = details.get("judge")
-    return Verdict(
+    return ScoreRow(
         scorer=scorer,
         score=float(score) if isinstance(score, (int, float)) else None,
         when=when,

@@ -15,7 +15,7 @@ import pytest
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import SessionLostError
-from agentrl.tools.base import ServerSession, Trajectory
+from agentrl.tools.base import ServerSession, TrajectoryInfo
 from agentrl.tools.config import Hook, HttpSpec, Options, Scope
 from agentrl.tools.mcp import http, server
 from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES
@@ -109,7 +109,7 @@ async def call(session: ServerSession) -> tuple[str, bool]:
 
 
 async def begun(tools: server.McpServer, name: str = "t") -> ServerSession:
-    session = tools.session(Trajectory(id=name))
+    session = tools.session(TrajectoryInfo(id=name))
     await session.open()
     return session
 
