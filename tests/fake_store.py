@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl.base.processes import ProcessIdentity
-from agentrl.documents.base import now
+from agentrl.documents.document import now
 from agentrl.documents.run import InferenceService, PolicyVersion, SavedCheckpoint
 from agentrl.documents.status import DataStatus, StepStatus, TrainerEnd, VersionStatus
 from agentrl.documents.task import Task

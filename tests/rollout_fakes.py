@@ -26,7 +26,7 @@ from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.rollout import ContextManager, Rollout
 from agentrl.rollout.tool_calls import Tools
 from agentrl.rollout.trajectory_calls import PendingCall, TrajectoryCalls
-from agentrl.tools.base import OwnSession, Schema, ToolResult, TrajectoryInfo, function_schema
+from agentrl.tools.tool import OwnSession, Schema, ToolResult, TrajectoryInfo, function_schema
 
 T = TypeVar("T")
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "</s>"]

@@ -10,7 +10,7 @@ from typing import Any
 from made_documents import made_call
 from rich.console import Console, RenderableType
 
-from agentrl.documents.base import now
+from agentrl.documents.document import now
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     ToolExecution,
@@ -23,7 +23,7 @@ from agentrl.documents.status import RecordStatus, ServiceStatus, StepStatus, St
 from agentrl.screens.snapshot import RunSnapshot
 from agentrl.screens.views.counts import Rates
 from agentrl.screens.views.pipelines import EngineRow, StepRow, TrajectoryRow
-from agentrl.store.runs import Disk
+from agentrl.store.run_list import Disk
 from agentrl.store.services import Liveness
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agentrl.environments.base import ENVIRONMENTS, TaskRequest
+from agentrl.environments.environment import ENVIRONMENTS, TaskRequest
 from agentrl.rollout.load_tasks import Address
 from agentrl.worlds.textarena import Game
 

@@ -26,7 +26,7 @@ from train_workload import SMOLLM
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import ModelConfig, RunConfig, TrainConfig
 from agentrl.distributed.mesh import single_process
-from agentrl.documents.base import now
+from agentrl.documents.document import now
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import ServiceStatus
 from agentrl.model.flops import Precision

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.parsers.base import get_parser
+from agentrl.chat.parsers.parser import get_parser
 from agentrl.config.schema import ModelConfig
 from agentrl.rollout.prompts import Conversation
 from agentrl.scoring.answers import extract_answer

@@ -22,7 +22,7 @@ from store_fixtures import (
     with_whole_conversations,
 )
 
-from agentrl.documents.base import now
+from agentrl.documents.document import now
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus

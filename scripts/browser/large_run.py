@@ -19,7 +19,7 @@ from conversations import HOSTILE, Conversations
 from run_services import ability_at, services_of, step_metrics
 
 from agentrl.config.schema import GroupConfig
-from agentrl.documents.base import Root, now
+from agentrl.documents.document import Root, now
 from agentrl.documents.record import Failure, Label, Record, label_key
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, StepStatus, StopReason, TaskStatus

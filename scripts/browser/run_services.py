@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents.base import Root, now
+from agentrl.documents.document import Root, now
 from agentrl.documents.record import Record
 from agentrl.documents.run import Evaluation, InferenceService, Outage, RunSettings, TrainerLease, flags_key
 from agentrl.documents.status import EvaluationStatus, ServiceStatus

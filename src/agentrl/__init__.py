@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from agentrl.chat.chat_format import Message
     from agentrl.chat.parsers.arguments import convert_arguments
-    from agentrl.chat.parsers.base import ParsedMessage, ToolCall, tool_call_parser
+    from agentrl.chat.parsers.parser import ParsedMessage, ToolCall, tool_call_parser
     from agentrl.documents.status import StopReason
-    from agentrl.environments.base import Environment, Observation, TaskRequest, environment
+    from agentrl.environments.environment import Environment, Observation, TaskRequest, environment
     from agentrl.errors import OutageError, ServerFullError, SessionLostError
     from agentrl.losses.loss import TokenBatch, TokenLosses, loss
     from agentrl.losses.settings import LossSettings
@@ -48,14 +48,14 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "Environment": "environments.base",
+    "Environment": "environments.environment",
     "FixedModel": "rollout.rollout",
     "LossSettings": "losses.settings",
     "Message": "chat.chat_format",
-    "Observation": "environments.base",
+    "Observation": "environments.environment",
     "OutageError": "errors",
     "Outcome": "rollout.agent_io",
-    "ParsedMessage": "chat.parsers.base",
+    "ParsedMessage": "chat.parsers.parser",
     "Role": "rollout.rollout",
     "Rollout": "rollout.rollout",
     "ScoreResult": "scoring.scorers",
@@ -66,21 +66,21 @@ _MODULES = {
     "SessionLostError": "errors",
     "StopReason": "documents.status",
     "Store": "screens.notebook",
-    "TaskRequest": "environments.base",
+    "TaskRequest": "environments.environment",
     "TokenBatch": "losses.loss",
     "TokenLosses": "losses.loss",
-    "ToolCall": "chat.parsers.base",
+    "ToolCall": "chat.parsers.parser",
     "Turn": "rollout.trajectory_calls",
     "advantage": "scoring.groups",
     "agent": "rollout.agents",
     "context_manager": "rollout.context",
     "convert_arguments": "chat.parsers.arguments",
-    "environment": "environments.base",
+    "environment": "environments.environment",
     "group_filter": "scoring.groups",
     "loss": "losses.loss",
     "scorer": "scoring.scorers",
     "tool": "tools.python",
-    "tool_call_parser": "chat.parsers.base",
+    "tool_call_parser": "chat.parsers.parser",
     "tracker": "observe.trackers",
 }
 

@@ -28,7 +28,7 @@ from training_data import group
 from waiting import comes_true
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents.base import now
+from agentrl.documents.document import now
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus, TaskStatus, VersionStatus

@@ -16,7 +16,7 @@ from typing import Any
 from e2b import AsyncSandbox, CommandExitException, SandboxException, TimeoutException
 
 from agentrl.errors import ToolServerError
-from agentrl.worlds.containers.base import (
+from agentrl.worlds.containers.container import (
     COPY_BYTES,
     OUTPUT_BYTES,
     Container,

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.parsers.base import REASONING_TAGS, ParsedMessage, ReasoningTags, tool_names
+from agentrl.chat.parsers.parser import REASONING_TAGS, ParsedMessage, ReasoningTags, tool_names
 from agentrl.chat.renderer import (
     TRAIN,
     Adaptation,

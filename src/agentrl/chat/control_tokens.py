@@ -18,7 +18,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from agentrl.base.batches import batches
-from agentrl.documents.base import replace_surrogates
+from agentrl.documents.document import replace_surrogates
 
 _MARK = f"mark{uuid.uuid4().hex}"
 """Random in each process, so untrusted text cannot hold it. It is removed before tokenization."""

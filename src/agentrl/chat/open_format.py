@@ -16,7 +16,8 @@ import numpy as np
 from agentrl.chat.chat_format import ChatFormat, read_vision
 from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.model_folder import ChatFiles, harmony_vocabulary, read_chat_files
-from agentrl.chat.parsers.base import (
+from agentrl.chat.parsers.marked import MarkedParser
+from agentrl.chat.parsers.parser import (
     PARSERS,
     THINK,
     ParsedMessage,
@@ -31,7 +32,6 @@ from agentrl.chat.parsers.base import (
     split_reasoning,
     tags_in,
 )
-from agentrl.chat.parsers.marked import MarkedParser
 from agentrl.chat.renderer import (
     ChatTemplate,
     Message,

@@ -29,7 +29,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
 
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.parsers.base import (
+from agentrl.chat.parsers.marked import MarkedParser
+from agentrl.chat.parsers.parser import (
     THINK,
     ParsedMessage,
     ReasoningTags,
@@ -38,7 +39,6 @@ from agentrl.chat.parsers.base import (
     parse_text,
     tags_in,
 )
-from agentrl.chat.parsers.marked import MarkedParser
 from agentrl.documents.images import ImageSpan
 from agentrl.errors import ModelError, TrajectoryError
 

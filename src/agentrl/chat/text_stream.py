@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.chat.parsers.base import REASONING_TAGS, ReasoningTags
+from agentrl.chat.parsers.parser import REASONING_TAGS, ReasoningTags
 
 _ANY_CALL = tuple("<[{`◁")
 """The first characters of the marks of tool calls and thoughts, over all chat formats."""

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any, Literal
 
 from agentrl.chat.chat_format import ChatFormat, KeptThoughts, ThinkingRetention, without_thought
-from agentrl.chat.parsers.base import THINK, ReasoningTags
+from agentrl.chat.parsers.parser import THINK, ReasoningTags
 from agentrl.chat.renderer import Adaptation, Message, Renderer, TemplateRenderer, ToolSchemas
 from agentrl.errors import ModelError, TrajectoryError
 

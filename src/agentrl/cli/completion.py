@@ -126,7 +126,7 @@ def _from_database(read: Callable[[argparse.Namespace], Coroutine[Any, Any, list
 @_from_database
 async def _runs(words: argparse.Namespace) -> list[str]:
     """Return the names of the runs on the server that the words so far name."""
-    from agentrl.store.runs import Runs, connect_server
+    from agentrl.store.run_list import Runs, connect_server
 
     connection = await connect_server(_run_config(words))
     try:

@@ -39,7 +39,7 @@ def serve(argv: list[str]) -> int:
         description="Runs one inference engine that follows the weights that the trainer publishes.",
         shown=[RunConfig, ModelConfig, EngineConfig, AdapterConfig],
     )
-    from agentrl.inference.serve import serve as run_engine
+    from agentrl.inference.served_engine import serve as run_engine
     from agentrl.observe.logging import setup
 
     setup(configs[RunConfig], "engine")

@@ -28,7 +28,7 @@ from agentrl.config.schema import ContainerConfig, JsonFlags, ModelConfig, RunCo
 from agentrl.documents.task import Task, scorer_weights
 from agentrl.documents.task_file import Item, ReadResult
 from agentrl.documents.task_json import kind_of
-from agentrl.environments.base import use_containers
+from agentrl.environments.environment import use_containers
 from agentrl.observe.progress import progress
 from agentrl.observe.terminal import clean, print_json
 from agentrl.rollout.load_tasks import read_source

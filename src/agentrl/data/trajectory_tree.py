@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.config.schema import GroupConfig
-from agentrl.documents.base import shortened
+from agentrl.documents.document import shortened
 from agentrl.documents.images import ImageSpan
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,

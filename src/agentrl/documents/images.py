@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from agentrl.documents.base import Document, Root, now
+from agentrl.documents.document import Document, Root, now
 from agentrl.errors import ImageError
 
 if TYPE_CHECKING:

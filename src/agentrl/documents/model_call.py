@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.documents.base import Document, Root, now, sanitize_bson
+from agentrl.documents.document import Document, Root, now, sanitize_bson
 from agentrl.documents.images import ImageRef, ImageSpan, Part
 from agentrl.documents.sampling import LogprobsOf
 from agentrl.documents.status import CallStatus

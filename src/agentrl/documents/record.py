@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.documents.base import Document, Root, is_finite, now
+from agentrl.documents.document import Document, Root, is_finite, now
 from agentrl.documents.model_call import PartialGeneration, SamplingMask
 from agentrl.documents.status import ColumnStatus, RecordStatus, StopReason, shown_status
 from agentrl.errors import ConfigError, StoreError

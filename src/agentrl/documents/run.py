@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any, Final, Literal
 
 from agentrl.base.processes import ProcessIdentity
-from agentrl.documents.base import Document, Root, now
+from agentrl.documents.document import Document, Root, now
 from agentrl.documents.status import EpochStatus, EvaluationStatus, ServiceStatus, TrainerEnd, VersionStatus
 
 PARENT: Final = "parent"

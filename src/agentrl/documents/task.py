@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
 
-from agentrl.documents.base import Document, Root, is_finite, now
+from agentrl.documents.document import Document, Root, is_finite, now
 from agentrl.documents.images import ImageRef
 from agentrl.documents.status import SlotStatus, TaskStatus
 

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Final, TypeVar, cast, overload
 
 from agentrl.base.permissions import file_name, names_outside
 from agentrl.base.registry import Registry
-from agentrl.documents.base import shortened
+from agentrl.documents.document import shortened
 from agentrl.documents.images import Image
 from agentrl.documents.task import Task, scorer_weights
 from agentrl.documents.task_json import (

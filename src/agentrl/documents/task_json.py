@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, TypeVar
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, ValidationError
 
 from agentrl.base.validation import PositiveWhole, Text, broken, problems_of, validate, wrong
-from agentrl.documents.base import excerpt, shortened
+from agentrl.documents.document import excerpt, shortened
 from agentrl.documents.images import Image, ImageRef, image_of_file, image_of_url
 from agentrl.documents.task import Slot, Task, sum_name, task_key
 from agentrl.errors import ImageError

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from agentrl.documents.base import excerpt
+from agentrl.documents.document import excerpt
 from agentrl.documents.task_json import (
     ANSWER,
     GSM8K_ANSWER,

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from agentrl.documents.base import Document, Root, now
+from agentrl.documents.document import Document, Root, now
 from agentrl.documents.images import ImageSpan
 from agentrl.documents.status import DataStatus, StepStatus
 from agentrl.errors import ConfigError

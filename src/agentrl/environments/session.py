@@ -14,10 +14,10 @@ from agentrl.base.concurrency import ENVIRONMENT_THREADS
 from agentrl.base.permissions import require_allowed
 from agentrl.base.process_pool import run_in_process
 from agentrl.base.user_code import contain_call, describe
-from agentrl.documents.base import is_score, replace_surrogates, sanitize_bson
+from agentrl.documents.document import is_score, replace_surrogates, sanitize_bson
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import names_in_fields
-from agentrl.environments.base import ENVIRONMENTS, Environment, Observation
+from agentrl.environments.environment import ENVIRONMENTS, Environment, Observation
 from agentrl.errors import (
     AgentRLError,
     ConfigError,
@@ -28,8 +28,8 @@ from agentrl.errors import (
     TaskEnvironmentError,
 )
 from agentrl.scoring.scorers import Result, ScorerContext, names_in_answer, scorer
-from agentrl.tools.base import Reply, Schema, contain_within, reply_within, run_function, schema_name
 from agentrl.tools.python import PythonSession, Toolset
+from agentrl.tools.tool import Reply, Schema, contain_within, reply_within, run_function, schema_name
 
 logger = logging.getLogger(__name__)
 

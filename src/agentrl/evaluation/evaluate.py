@@ -30,9 +30,9 @@ from agentrl.documents.task_file import ReadResult
 from agentrl.errors import ENGINES, EngineError, ModelError, TaskFileError
 from agentrl.evaluation.engines import FixedVersionRouter, PolicyEngines, shared_versions, wait_for_shared
 from agentrl.evaluation.policy import EvaluatedPolicy, find_model, find_version, of_published
-from agentrl.evaluation.progress import Parts, StoppedError
 from agentrl.evaluation.report import evaluated_tasks, render, results_of
 from agentrl.observe.logging import describe_process_id
+from agentrl.observe.progress import Parts, StoppedError
 from agentrl.observe.terminal import print_json
 from agentrl.rollout.housekeeping import GroupFinalizer, collect_garbage_less_often
 from agentrl.rollout.load_tasks import load_read_tasks, read_source

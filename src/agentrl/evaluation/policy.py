@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.chat.model_folder import tokenizer_fingerprint
-from agentrl.documents.base import plain
+from agentrl.documents.document import plain
 from agentrl.documents.run import OUTSIDE_VERSION, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.documents.training import is_checkpoint

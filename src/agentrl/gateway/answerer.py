@@ -19,9 +19,15 @@ from referencing.exceptions import Unresolvable
 from agentrl.base.concurrency import within_cpu
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers.arguments import CHECK_SECONDS, validator_of
-from agentrl.chat.parsers.base import REASONING_TAGS, CallSyntaxError, ParsedMessage, ReasoningTags, load_json
+from agentrl.chat.parsers.parser import (
+    REASONING_TAGS,
+    CallSyntaxError,
+    ParsedMessage,
+    ReasoningTags,
+    load_json,
+)
 from agentrl.config.schema import AgentConfig
-from agentrl.documents.base import replace_surrogates
+from agentrl.documents.document import replace_surrogates
 from agentrl.documents.images import Image, has_images, image_of_url, text_of
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_ids
 from agentrl.documents.record import GatewayCall
@@ -44,7 +50,7 @@ from agentrl.rollout.prompts import Budget, Chain, Prompt, chain_of, digest_afte
 from agentrl.rollout.trace import end_model_call, gateway_call_span
 from agentrl.rollout.trajectory_calls import PendingCall, images_of, message_of, parse
 from agentrl.store.mechanics.lease import renewed
-from agentrl.tools.base import schema_name
+from agentrl.tools.tool import schema_name
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

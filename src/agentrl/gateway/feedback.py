@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.base.registry import Registry
 from agentrl.base.user_code import contain_call, describe
 from agentrl.data.finalize_group import TRAIN_SPLIT
-from agentrl.documents.base import is_score, replace_surrogates, sanitize_bson
+from agentrl.documents.document import is_score, replace_surrogates, sanitize_bson
 from agentrl.documents.model_call import (
     Branch,
     DispatchedSamplingTask,

@@ -23,7 +23,7 @@ from agentrl.errors import (
     TrajectoryError,
 )
 from agentrl.inference.engine import EngineRefusedError
-from agentrl.tools.base import Schema
+from agentrl.tools.tool import Schema
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from agentrl.config.schema import (
     TaskConfig,
 )
 from agentrl.data.finalize_group import TRAIN_SPLIT
-from agentrl.documents.base import replace_surrogates, sanitize_bson
+from agentrl.documents.document import replace_surrogates, sanitize_bson
 from agentrl.documents.record import Failure, GatewaySession
 from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.documents.task import CONVERSATIONS, FEEDBACK, Claim, record_key, task_key

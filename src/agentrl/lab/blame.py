@@ -28,11 +28,11 @@ from agentrl.documents.task import task_key
 from agentrl.documents.training import Checkpoint, DBRecordData, TrainStep
 from agentrl.errors import ConfigError
 from agentrl.evaluation.policy import of_published
-from agentrl.evaluation.progress import Parts
 from agentrl.evaluation.report import evaluated_tasks, find
 from agentrl.lab.flags import BlameConfig, parent_configs
 from agentrl.lab.influence import Direction, Images, influences, likelihood_direction
 from agentrl.lab.whatif_run import stored_flags
+from agentrl.observe.progress import Parts
 from agentrl.observe.terminal import MISSING, excerpt, plain, table_of, versions
 from agentrl.scoring.evaluation import Estimate, estimates
 from agentrl.store.client import open_existing

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pymongo import UpdateOne
 
-from agentrl.documents.base import plain
+from agentrl.documents.document import plain
 from agentrl.documents.record import ROLE_REWARDS, TURN_REWARDS, Record
 from agentrl.documents.status import ColumnStatus, DataStatus, RecordStatus, SlotStatus, TaskStatus, values
 from agentrl.documents.task import CONVERSATIONS, FEEDBACK, Begin, Task

@@ -35,7 +35,7 @@ from agentrl.lab.withdraw import Retractions, RetractSelection, Withdrawing
 from agentrl.observe.progress import progress
 from agentrl.store.client import Store, open_connection, open_existing, open_store
 from agentrl.store.mechanics.connection import Connection
-from agentrl.store.runs import Runs
+from agentrl.store.run_list import Runs
 from agentrl.train.folders import RunFolders, place_of, run_folders
 from agentrl.train.lease import HeldTrainerLease, hold_lease
 from agentrl.weights import storage

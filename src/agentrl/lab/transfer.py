@@ -37,7 +37,7 @@ from pymongo.errors import DuplicateKeyError, OperationFailure
 from agentrl.base.atomic_folder import atomic_folder
 from agentrl.base.permissions import code_of_flags
 from agentrl.base.processes import has_ended, identify, is_observable
-from agentrl.documents.base import excerpt, now, plain
+from agentrl.documents.document import excerpt, now, plain
 from agentrl.documents.run import CHILD_PREFIX, SCHEMA, Maker
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store.mechanics.connection import (

@@ -13,7 +13,7 @@ from functools import partial
 from pymongo import UpdateOne
 
 from agentrl.base.batches import batches
-from agentrl.documents.base import now, plain
+from agentrl.documents.document import now, plain
 from agentrl.documents.record import Record
 from agentrl.documents.run import Rebuilt, Retraction, Tombstone, Withdrawn
 from agentrl.documents.status import (

@@ -44,7 +44,7 @@ from agentrl.worlds.sandbox.local import namespace_problem
 
 if TYPE_CHECKING:
     from agentrl.documents.run import InferenceService
-    from agentrl.lab.server import ServerInfo
+    from agentrl.lab.database_server import ServerInfo
 
 State = Literal["ok", "warn", "fail"]
 _OLDEST_PYTHON = (3, 11)
@@ -395,7 +395,7 @@ async def check_tools(config: ToolConfig) -> Check:
 
 async def database_checks(run: RunConfig) -> list[Check]:
     """Return the checks of the server; one row if it cannot be reached. Creates nothing."""
-    from agentrl.lab.server import ServerInfos
+    from agentrl.lab.database_server import ServerInfos
     from agentrl.store.client import open_connection
 
     try:

@@ -32,7 +32,7 @@ from agentrl.documents.task import CONTENT, Claim, Slot, Task, scorer_weights, t
 from agentrl.documents.task_file import HUB, TaskSource, kind_of_name
 from agentrl.documents.task_json import BadTaskError, image_sources, make_task, parse, read_images
 from agentrl.documents.task_rows import TaskRows
-from agentrl.environments.base import use_containers
+from agentrl.environments.environment import use_containers
 from agentrl.environments.session import open_environment
 from agentrl.errors import ConfigError, FailureError, LeaseLostError, StoreError, TaskFileError
 from agentrl.inference.engine import Generation, Held
@@ -49,7 +49,7 @@ from agentrl.scoring.scorers import require_scorer
 from agentrl.screens.trajectory_page import render_trajectory
 from agentrl.screens.views.read import Views, WholeTrajectory
 from agentrl.store.client import Store, open_existing, scratch_store
-from agentrl.tools.base import Schema
+from agentrl.tools.tool import Schema
 from agentrl.worlds.harbor.oracle import check_solutions
 from agentrl.worlds.harbor.source import is_harbor
 

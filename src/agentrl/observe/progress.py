@@ -1,20 +1,23 @@
-"""Show progress: of a command as a bar or lines, of training as one aligned line per optimizer step."""
+"""Show progress: of a command as a bar or lines, of its parts, of training as one line per optimizer step."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from agentrl.observe.terminal import MISSING, finite
+from agentrl.base.concurrency import background, end_tasks, wait_for_any
+from agentrl.observe.terminal import MISSING, excerpt, finite
 
 FIRST_SECONDS = 2.0
 """Work that is done by then shows nothing."""
@@ -197,3 +200,60 @@ _COLUMNS = (
     _Column("open/ready", 10, _show_both("groups_open", ".0f", "groups_ready"), "cyan"),
     _Column("seconds", 7, _seconds),
 )
+
+
+T = TypeVar("T")
+
+WORD_SECONDS = 3.0
+"""Interval of lines."""
+_WIDTH = 80
+
+
+class StoppedError(Exception):
+    """A signal asked the command to stop."""
+
+
+class Parts:
+    """Says on stderr what a command does, and for how long."""
+
+    def __init__(self, name: str, stop: asyncio.Event, out: TextIO | None = None) -> None:
+        self._name = name
+        self._stop = stop
+        self._out = out or sys.stderr
+        self._what = "starting"
+        self._since = time.monotonic()
+        self._detail = ""
+
+    def say(self, text: str) -> None:
+        """Print one line of at most 80 columns."""
+        print(excerpt(f"{self._name}: {text}", _WIDTH), file=self._out, flush=True)
+
+    def tell(self, detail: str) -> None:
+        """Add ``detail`` to the next lines, until the current work ends."""
+        self._detail = detail
+
+    async def until(self, what: str, work: Coroutine[Any, Any, T]) -> T:
+        """Await ``work``, which is described as ``what``. Raises StoppedError at a stop signal."""
+        self._what, self._since, self._detail = what, time.monotonic(), ""
+        task = asyncio.create_task(work)
+        try:
+            await wait_for_any(self._stop, tasks=[task], timeout=None)
+            if self._stop.is_set():
+                raise StoppedError(what)
+            return task.result()
+        finally:
+            await end_tasks(task)
+
+    @asynccontextmanager
+    async def lines(self) -> AsyncIterator[None]:
+        """Print a line every ``WORD_SECONDS`` inside the block."""
+        async with background(self._print()):
+            yield
+
+    async def _print(self) -> None:
+        while True:
+            await asyncio.sleep(WORD_SECONDS)
+            seconds = time.monotonic() - self._since
+            detail = f": {self._detail}" if self._detail else ""
+            with contextlib.suppress(OSError):  # the terminal may be gone; the evaluation goes on
+                self.say(f"{self._what} ({seconds:.0f} s){detail}")

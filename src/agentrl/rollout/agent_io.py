@@ -14,7 +14,7 @@ from agentrl.base.permissions import file_name, require_allowed
 from agentrl.base.user_code import describe
 from agentrl.base.validation import read_settings
 from agentrl.chat.chat_format import Message
-from agentrl.documents.base import replace_surrogates
+from agentrl.documents.document import replace_surrogates
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Claim

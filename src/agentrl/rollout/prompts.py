@@ -25,7 +25,7 @@ from agentrl.documents.model_call import DispatchedSamplingTask, full_messages, 
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ImageError, StoreError, TrajectoryError
 from agentrl.inference.engine import EncodedIds
-from agentrl.tools.base import Schema
+from agentrl.tools.tool import Schema
 
 
 class Conversation:

@@ -19,15 +19,15 @@ from agentrl.base.concurrency import Deadline
 from agentrl.base.user_code import contain, describe
 from agentrl.base.validation import Positive, PositiveWhole, SettingsModel, Text, read_config
 from agentrl.chat.chat_format import Message, require_text_only, without_thought
-from agentrl.chat.parsers.base import ParsedMessage, ToolCall
+from agentrl.chat.parsers.parser import ParsedMessage, ToolCall
 from agentrl.config.schema import AgentConfig
-from agentrl.documents.base import sanitize_bson
+from agentrl.documents.document import sanitize_bson
 from agentrl.documents.images import content_with, text_of
 from agentrl.documents.model_call import FixedModelCall, ToolExecution, role_problem
 from agentrl.documents.record import HarnessRun
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim, Task
-from agentrl.environments.base import Environment, Observation
+from agentrl.environments.environment import Environment, Observation
 from agentrl.environments.session import EnvironmentSession
 from agentrl.errors import (
     ConfigError,
@@ -39,7 +39,7 @@ from agentrl.errors import (
 )
 from agentrl.inference.engine import Generation
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
-from agentrl.llm.client import ChatAnswer, NoAnswerError, ask
+from agentrl.llm.chat import ChatAnswer, NoAnswerError, ask
 from agentrl.rollout.agent_io import (
     AgentCfg,
     Endpoint,
@@ -62,7 +62,7 @@ from agentrl.rollout.trajectory_calls import (
     with_text_arguments,
 )
 from agentrl.scoring.scorers import ScoredCall, ScoreResult
-from agentrl.tools.base import Schema, schema_name
+from agentrl.tools.tool import Schema, schema_name
 
 ContextManager = Callable[[Any], Awaitable[list[Message] | None]]
 """Takes the Rollout, or the Role of a trajectory with several.

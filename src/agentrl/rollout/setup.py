@@ -16,7 +16,7 @@ from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.model_folder import model_context_length, tokenizer_fingerprint
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.parsers.arguments import load_validator
-from agentrl.chat.parsers.base import PARSERS
+from agentrl.chat.parsers.parser import PARSERS
 from agentrl.config.agreement import sampler_settings
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
@@ -38,7 +38,7 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.documents.task_file import ReadResult
-from agentrl.environments.base import use_containers
+from agentrl.environments.environment import use_containers
 from agentrl.errors import ModelError
 from agentrl.inference.engine import Router
 from agentrl.inference.session import EngineRouter, LiveEngines

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from agentrl.base.spans import NO_SPAN, Attributes, Span, tracer
 from agentrl.chat.chat_format import Message
-from agentrl.chat.parsers.base import ToolCall
+from agentrl.chat.parsers.parser import ToolCall
 from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim

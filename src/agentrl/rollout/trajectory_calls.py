@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 from agentrl.base.concurrency import end_tasks
 from agentrl.base.user_code import contain_call
 from agentrl.chat.chat_format import ChatFormat, Message
-from agentrl.chat.parsers.base import ParsedMessage, ToolCall
+from agentrl.chat.parsers.parser import ParsedMessage, ToolCall
 from agentrl.config.schema import AgentConfig
-from agentrl.documents.base import replace_surrogates, sanitize_bson
+from agentrl.documents.document import replace_surrogates, sanitize_bson
 from agentrl.documents.images import Image, ImageSpan
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
@@ -35,7 +35,7 @@ from agentrl.rollout.prompts import Budget, Prompt
 from agentrl.rollout.trace import end_model_call, model_call_span
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoredCall
-from agentrl.tools.base import Schema
+from agentrl.tools.tool import Schema
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

@@ -44,8 +44,8 @@ from agentrl.rollout.trace import end_trajectory, trajectory_span
 from agentrl.rollout.trajectory_calls import CallWriter, TrajectoryCalls
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.scorers import require_scorer
-from agentrl.tools.base import TrajectoryInfo
 from agentrl.tools.pool import ToolPool
+from agentrl.tools.tool import TrajectoryInfo
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

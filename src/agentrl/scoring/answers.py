@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from agentrl.base.process_pool import run_in_process
-from agentrl.chat.parsers.base import split_reasoning
+from agentrl.chat.parsers.parser import split_reasoning
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import FEEDBACK, Task, scorer_weights
 from agentrl.documents.task_json import BadTaskError, amount, kind_of

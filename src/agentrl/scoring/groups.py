@@ -22,7 +22,7 @@ from typing import Any
 from agentrl.base.registry import Registry
 from agentrl.base.user_code import contain_call, describe
 from agentrl.config.training import RIGHT_THRESHOLD, GroupConfig
-from agentrl.documents.base import LARGEST_SCORE, is_finite, is_score, replace_surrogates, score_problem
+from agentrl.documents.document import LARGEST_SCORE, is_finite, is_score, replace_surrogates, score_problem
 from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS, Record
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Task

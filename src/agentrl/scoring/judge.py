@@ -12,11 +12,11 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from agentrl.base.concurrency import Deadline, clock_stopped, current_deadline
-from agentrl.chat.parsers.base import split_reasoning
-from agentrl.documents.base import is_finite
+from agentrl.chat.parsers.parser import split_reasoning
+from agentrl.documents.document import is_finite
 from agentrl.errors import ScorerError, judge
 from agentrl.llm.agent_config import AgentSection, load_judge
-from agentrl.llm.client import RULE, ChatAnswer, Messages, NoAnswerError, ask, fenced
+from agentrl.llm.chat import RULE, ChatAnswer, Messages, NoAnswerError, ask, fenced
 from agentrl.scoring.math_equality import same
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 

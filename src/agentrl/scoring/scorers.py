@@ -15,7 +15,7 @@ from agentrl.base.process_pool import run_in_process
 from agentrl.base.registry import Registry
 from agentrl.base.spans import Attributes, Span, tracer
 from agentrl.base.user_code import contain, describe
-from agentrl.documents.base import is_score, sanitize_bson, score_problem
+from agentrl.documents.document import is_score, sanitize_bson, score_problem
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     ToolExecution,

@@ -38,7 +38,7 @@ from agentrl.screens.views.pipelines import EngineRow, StepRow
 from agentrl.screens.views.read import Views
 from agentrl.store.client import Store
 from agentrl.store.evaluations import SEEN_SECONDS
-from agentrl.store.runs import Activity, Disk, activity_of
+from agentrl.store.run_list import Activity, Disk, activity_of
 from agentrl.store.services import Liveness
 
 LAST_VERSIONS = 10

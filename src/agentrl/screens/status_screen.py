@@ -17,7 +17,7 @@ from agentrl.observe.terminal import MISSING, age, excerpt, fixed, table_of, to_
 from agentrl.screens.findings import findings, state
 from agentrl.screens.snapshot import RunSnapshot
 from agentrl.screens.views.pipelines import StepRow
-from agentrl.store.runs import Activity, RunSummary
+from agentrl.store.run_list import Activity, RunSummary
 
 LAST_STEPS = 40
 """Steps of the line of rewards, and of the JSON."""

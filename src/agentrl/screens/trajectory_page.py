@@ -13,7 +13,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from agentrl.data.trajectory_tree import describe_share, mask_reason
-from agentrl.documents.base import now
+from agentrl.documents.document import now
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, strip_tool_results
 from agentrl.documents.record import CommandRun, Ending, HarnessRun, Record
 from agentrl.documents.status import CallStatus

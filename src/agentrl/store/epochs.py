@@ -24,7 +24,7 @@ from pymongo import ASCENDING, DESCENDING, UpdateOne
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.base.batches import batches
-from agentrl.documents.base import plain
+from agentrl.documents.document import plain
 from agentrl.documents.run import ADMISSION, EpochOpening, epoch_key
 from agentrl.documents.status import EpochStatus, TaskStatus
 from agentrl.documents.task import CONTENT, Begin, Slot, Task, task_key

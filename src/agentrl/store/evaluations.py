@@ -11,7 +11,7 @@ from typing import Any
 
 from pymongo import ASCENDING, DESCENDING
 
-from agentrl.documents.base import plain
+from agentrl.documents.document import plain
 from agentrl.documents.run import Evaluation
 from agentrl.documents.status import EvaluationStatus, SlotStatus, VersionStatus
 from agentrl.documents.task import CONTENT, Task

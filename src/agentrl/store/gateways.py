@@ -14,7 +14,7 @@ from pymongo.read_concern import ReadConcern
 from pymongo.write_concern import WriteConcern
 
 from agentrl.base.processes import user_name
-from agentrl.documents.base import now, plain, replace_surrogates
+from agentrl.documents.document import now, plain, replace_surrogates
 from agentrl.documents.record import (
     GatewayCall,
     GatewayCallStatus,

@@ -9,7 +9,7 @@ from typing import Any
 from pymongo import ASCENDING, ReturnDocument, UpdateOne
 
 from agentrl.base.concurrency import DECISION_THREADS, time_limit
-from agentrl.documents.base import plain
+from agentrl.documents.document import plain
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Column, Record, column_key
 from agentrl.documents.status import RECORD_EDGES, RecordStatus, SlotStatus, TaskStatus, sources

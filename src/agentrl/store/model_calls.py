@@ -16,7 +16,7 @@ from pymongo import ASCENDING, UpdateOne
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.base.batches import weighed_batches
-from agentrl.documents.base import now
+from agentrl.documents.document import now
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import GatewayCall, GatewayCallStatus

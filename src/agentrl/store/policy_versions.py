@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pymongo import ASCENDING, DESCENDING
 
 from agentrl.base.processes import ProcessIdentity, has_ended
-from agentrl.documents.base import plain
+from agentrl.documents.document import plain
 from agentrl.documents.run import TRAINER, PolicyVersion, SavedCheckpoint, TrainerLease
 from agentrl.documents.status import VERSION_EDGES, TrainerEnd, VersionStatus, sources
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError

@@ -11,7 +11,7 @@ from pymongo import ASCENDING, DESCENDING, UpdateOne
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.base.batches import batches
-from agentrl.documents.base import plain
+from agentrl.documents.document import plain
 from agentrl.documents.model_call import PartialGeneration
 from agentrl.documents.record import Failure, Record
 from agentrl.documents.status import (

@@ -18,7 +18,7 @@ from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from agentrl.base.registry import Registry
-from agentrl.documents.base import Document, Root, now
+from agentrl.documents.document import Document, Root, now
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Column, GatewayCall, GatewaySession, Label, Record

@@ -14,7 +14,7 @@ from pymongo import ASCENDING
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from agentrl.base.folder_owner import Owner
-from agentrl.documents.base import excerpt, now, plain
+from agentrl.documents.document import excerpt, now, plain
 from agentrl.documents.run import (
     CHILD_PREFIX,
     FLAGS,

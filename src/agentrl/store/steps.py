@@ -11,7 +11,7 @@ from pymongo import ASCENDING, DESCENDING, UpdateMany
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.base.batches import batches
-from agentrl.documents.base import is_finite, plain
+from agentrl.documents.document import is_finite, plain
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, StepStatus, values
 from agentrl.documents.training import PendingCommit, TrainStep
 from agentrl.errors import StoreError

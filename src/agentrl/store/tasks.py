@@ -13,7 +13,7 @@ from pymongo import UpdateOne
 from pymongo.errors import BulkWriteError
 
 from agentrl.base.batches import weighed_batches
-from agentrl.documents.base import excerpt, now, plain
+from agentrl.documents.document import excerpt, now, plain
 from agentrl.documents.run import Withdrawn
 from agentrl.documents.status import SlotStatus, TaskStatus, values
 from agentrl.documents.task import CONTENT, CONVERSATIONS, Task, scorer_weights, task_key

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.base.batches import batches
 from agentrl.base.concurrency import Deadline
-from agentrl.chat.parsers.base import split_reasoning
-from agentrl.documents.base import replace_surrogates
+from agentrl.chat.parsers.parser import split_reasoning
+from agentrl.documents.document import replace_surrogates
 from agentrl.documents.model_call import BrowseCall, Condensed
 from agentrl.errors import ConfigError
 from agentrl.llm.agent_config import BrowseSection, load_browse
-from agentrl.llm.client import RULE, Messages, NoAnswerError, ask, fenced
+from agentrl.llm.chat import RULE, Messages, NoAnswerError, ask, fenced
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -14,17 +14,7 @@ import httpx2
 from agentrl.base.proxies import ProxiedTransport
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
-from agentrl.llm.client import retry_after
-from agentrl.tools.base import (
-    Reply,
-    Schema,
-    ServerSession,
-    ToolServer,
-    TrajectoryInfo,
-    function_schema,
-    schema_name,
-    timed_out,
-)
+from agentrl.llm.chat import retry_after
 from agentrl.tools.config import CallGate, Limits, ManagerSpec, Options, redact_address, redact_secrets
 from agentrl.tools.mcp.content import (
     MAX_MESSAGE_BYTES,
@@ -33,6 +23,16 @@ from agentrl.tools.mcp.content import (
     is_content,
     json_text,
     render_content,
+)
+from agentrl.tools.tool import (
+    Reply,
+    Schema,
+    ServerSession,
+    ToolServer,
+    TrajectoryInfo,
+    function_schema,
+    schema_name,
+    timed_out,
 )
 
 logger = logging.getLogger(__name__)

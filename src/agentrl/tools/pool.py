@@ -15,7 +15,12 @@ from agentrl.base.concurrency import task_group
 from agentrl.config.schema import ToolConfig
 from agentrl.documents.model_call import Condensed
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
-from agentrl.tools.base import (
+from agentrl.tools.browse import BrowseAgent
+from agentrl.tools.config import ManagerSpec, configured_servers, load_tools
+from agentrl.tools.manager import managed_servers
+from agentrl.tools.mcp.server import mcp_server
+from agentrl.tools.python import python_servers
+from agentrl.tools.tool import (
     ENVIRONMENT,
     ROLES,
     OwnSession,
@@ -29,11 +34,6 @@ from agentrl.tools.base import (
     outages_of,
     schema_name,
 )
-from agentrl.tools.browse import BrowseAgent
-from agentrl.tools.config import ManagerSpec, configured_servers, load_tools
-from agentrl.tools.manager import managed_servers
-from agentrl.tools.mcp.server import mcp_server
-from agentrl.tools.python import python_servers
 
 Condense = Callable[[str, Mapping[str, Any], str], Awaitable[Condensed | None]]
 """Returns a tool's text condensed, by the tool's name, arguments and text; None leaves it as it is."""

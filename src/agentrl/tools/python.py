@@ -19,9 +19,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from agentrl.base.concurrency import TOOL_THREADS, Threads
 from agentrl.base.registry import Registry
 from agentrl.base.user_code import contain, contain_call
-from agentrl.documents.base import is_score
+from agentrl.documents.document import is_score
 from agentrl.errors import AgentRLError, ConfigError, ToolServerError
-from agentrl.tools.base import (
+from agentrl.tools.tool import (
     Reply,
     Schema,
     ServerSession,

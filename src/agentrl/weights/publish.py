@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.base.atomic_folder import discard_folder, finish_folder
-from agentrl.documents.base import now
+from agentrl.documents.document import now
 from agentrl.documents.run import FileChecksum, LiveWeights, PolicyVersion, WeightEncoding
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError

@@ -25,7 +25,7 @@ from agentrl.base.permissions import require_allowed
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import TaskSource
 from agentrl.documents.task_json import BadTaskError
-from agentrl.environments.base import Environment, TaskRequest, environment
+from agentrl.environments.environment import Environment, TaskRequest, environment
 from agentrl.errors import ConfigError, ScorerError, TaskEnvironmentError, TaskFileError
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 from agentrl.worlds.sandbox.limits import Execution, sandbox_names

@@ -26,12 +26,12 @@ from starlette.routing import Mount, Route
 from agentrl.base.concurrency import background
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError
-from agentrl.tools.base import Schema, ToolResult, TrajectoryInfo, schema_name
 from agentrl.tools.config import McpSpec
 from agentrl.tools.manager import TRAJECTORY_HEADER
 from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES, render_item
 from agentrl.tools.mcp.server import McpServer, mcp_server
 from agentrl.tools.pool import ToolNames, ToolSession
+from agentrl.tools.tool import Schema, ToolResult, TrajectoryInfo, schema_name
 
 logger = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.permissions import server_name
-from agentrl.documents.base import excerpt
+from agentrl.documents.document import excerpt
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import TaskSource
 from agentrl.documents.task_json import BadTaskError
-from agentrl.environments.base import Environment, Observation, TaskRequest, environment
+from agentrl.environments.environment import Environment, Observation, TaskRequest, environment
 from agentrl.errors import OutageError, SessionLostError, TaskEnvironmentError, TaskFileError
-from agentrl.tools.base import Schema, function_schema
+from agentrl.tools.tool import Schema, function_schema
 from agentrl.worlds.server_address import CONNECT_SECONDS, count, get_json, server_url
 
 NAME = "nemo_gym"

@@ -22,9 +22,9 @@ from typing import Any, ClassVar, TypeVar
 
 from agentrl.base.permissions import server_name
 from agentrl.base.proxies import proxy_of
-from agentrl.documents.base import excerpt
+from agentrl.documents.document import excerpt
 from agentrl.documents.task import Task
-from agentrl.environments.base import Environment, Observation, TaskRequest, environment
+from agentrl.environments.environment import Environment, Observation, TaskRequest, environment
 from agentrl.errors import (
     FailureError,
     OutageError,
@@ -33,7 +33,7 @@ from agentrl.errors import (
     TaskEnvironmentError,
     TaskFileError,
 )
-from agentrl.tools.base import Schema, ToolError, function_schema
+from agentrl.tools.tool import Schema, ToolError, function_schema
 from agentrl.worlds.server_address import CONNECT_SECONDS, count, get_json, server_url
 
 NAME = "openenv"

@@ -27,7 +27,13 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from agentrl.environments.base import Environment, TaskRequest, environment, import_package, require_package
+from agentrl.environments.environment import (
+    Environment,
+    TaskRequest,
+    environment,
+    import_package,
+    require_package,
+)
 from agentrl.errors import ScorerError, TaskFileError
 from agentrl.scoring.scorers import ScorerContext, ScoreResult
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from agentrl.documents.base import excerpt
+from agentrl.documents.document import excerpt
 from agentrl.errors import TaskFileError
 
 CONNECT_SECONDS = 15.0

@@ -28,7 +28,7 @@ import numpy as np
 import yaml
 
 from agentrl.base.installation import require
-from agentrl.documents.base import excerpt
+from agentrl.documents.document import excerpt
 from agentrl.documents.task_file import (
     HUB,
     Places,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from agentrl.documents.task import Task
-from agentrl.environments.base import (
+from agentrl.environments.environment import (
     Environment,
     Observation,
     TaskRequest,

@@ -21,7 +21,7 @@ from agentrl.base.installation import clone
 from agentrl.base.permissions import call_name
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Task
-from agentrl.environments.base import Environment, TaskRequest, environment
+from agentrl.environments.environment import Environment, TaskRequest, environment
 from agentrl.errors import (
     ENGINES,
     ConfigError,

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM
 from waiting import until
 from written_adapter import write_served
 
-from agentrl.chat.parsers.base import THINK
+from agentrl.chat.parsers.parser import THINK
 from agentrl.config.schema import AdapterConfig, AgentConfig, EngineConfig, ModelConfig
 from agentrl.documents.model_call import SamplingMask, VersionSpan
 from agentrl.documents.run import InferenceService, LiveWeights, PolicyVersion

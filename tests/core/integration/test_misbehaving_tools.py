@@ -18,9 +18,9 @@ from server_process import end_server, start_server
 from agentrl.base.processes import free_port
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
-from agentrl.tools.base import TrajectoryInfo, schema_name
 from agentrl.tools.mcp import server
 from agentrl.tools.pool import ToolPool, ToolSession
+from agentrl.tools.tool import TrajectoryInfo, schema_name
 
 pytestmark = pytest.mark.integration
 

@@ -14,7 +14,7 @@ from agentrl.base.moved import MOVED
     ("earlier", "name"),
     [
         *MOVED.items(),
-        ("agentrl.containers.base", "agentrl.worlds.containers.base"),
+        ("agentrl.containers.docker", "agentrl.worlds.containers.docker"),
         ("agentrl.tools.sandbox.tool", "agentrl.worlds.sandbox.tool"),
     ],
 )

@@ -11,8 +11,8 @@ import pytest
 import agentrl
 from agentrl.base.permissions import allow
 from agentrl.base.registry import Registry
-from agentrl.chat.parsers.base import get_parser
-from agentrl.environments.base import ENVIRONMENTS
+from agentrl.chat.parsers.parser import get_parser
+from agentrl.environments.environment import ENVIRONMENTS
 from agentrl.errors import ConfigError
 from agentrl.rollout.agents import AGENTS
 from agentrl.scoring.groups import ESTIMATORS, GROUP_FILTERS

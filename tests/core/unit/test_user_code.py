@@ -10,7 +10,7 @@ import pytest
 from waiting import cancel
 
 from agentrl.base.user_code import contain, contain_call, describe
-from agentrl.documents.base import sanitize_bson
+from agentrl.documents.document import sanitize_bson
 from agentrl.errors import EngineError, ScorerError, TrajectoryError
 from agentrl.rollout.agent_io import MESSAGE_CHARS, failure_text
 

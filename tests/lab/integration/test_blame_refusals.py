@@ -17,10 +17,10 @@ from agentrl.config.schema import GroupConfig, ModelConfig, RunConfig
 from agentrl.documents.run import Evaluation
 from agentrl.documents.training import StepOrigin, TrainStep
 from agentrl.errors import ConfigError
-from agentrl.evaluation.progress import Parts
 from agentrl.lab.blame import blame
 from agentrl.lab.cli.blame import main
 from agentrl.lab.flags import BlameConfig
+from agentrl.observe.progress import Parts
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
 

@@ -32,7 +32,7 @@ from agentrl.gateway.app import GatewayApp, GatewayServer
 from agentrl.gateway.feedback import give_feedback
 from agentrl.gateway.request import GatewayError
 from agentrl.gateway.serve import ProductConversations, require_key
-from agentrl.lab.runs import RunAdmin, rename_run
+from agentrl.lab.manage_runs import RunAdmin, rename_run
 from agentrl.observe.begin_run import begin_run
 from agentrl.rollout import scoring as scoring_module
 from agentrl.rollout.housekeeping import GroupFinalizer

@@ -17,7 +17,7 @@ from agentrl.documents.status import TaskStatus
 from agentrl.errors import ConfigError, StoreError
 from agentrl.inference.served_engine import starting_weights
 from agentrl.lab.cli import fork
-from agentrl.lab.runs import RunAdmin
+from agentrl.lab.manage_runs import RunAdmin
 from agentrl.store.client import run_exists
 from agentrl.weights.folder import verify
 from agentrl.weights.local_copy import LocalCopy

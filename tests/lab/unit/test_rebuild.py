@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from agentrl.documents.base import now
+from agentrl.documents.document import now
 from agentrl.documents.training import TrainStep
 from agentrl.lab.retract import contained_steps
 

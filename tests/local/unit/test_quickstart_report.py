@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from model_calls import model_call, record
 
-from agentrl.documents.base import now
+from agentrl.documents.document import now
 from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.status import RecordStatus
 from agentrl.local.quickstart import (

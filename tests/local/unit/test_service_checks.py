@@ -13,7 +13,7 @@ from chat_models import KEEPS_ALL, RESULTS_BEHIND_CALLS, write_model
 
 from agentrl.config.schema import ModelConfig, RunConfig, SamplingConfig, ToolConfig
 from agentrl.errors import StoreError
-from agentrl.lab.server import ServerInfo
+from agentrl.lab.database_server import ServerInfo
 from agentrl.local.doctor import (
     Check,
     check_agent_config,

@@ -14,7 +14,7 @@ import pytest
 
 from agentrl.cli import main as cli
 from agentrl.config.schema import RunConfig
-from agentrl.documents.base import Root, now
+from agentrl.documents.document import Root, now
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     ToolExecution,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from snapshots import short_call as call
 
-from agentrl.documents.base import now
+from agentrl.documents.document import now
 from agentrl.screens.dashboard.pages.compare import pair_turns
 from agentrl.screens.dashboard.pages.rewards import VALUES, dependence, disagreements, edges, repeated_answers
 from agentrl.screens.dashboard.pages.tokens import PAGE, Colour, decoder, legend_of, token_views

@@ -23,7 +23,7 @@ from agentrl.screens.findings import findings
 from agentrl.screens.snapshot import RunSnapshot
 from agentrl.screens.status_screen import amount, render_run_status, sparkline, status_json
 from agentrl.screens.views.counts import FailureCount, Rates
-from agentrl.store.runs import Disk, activity_of
+from agentrl.store.run_list import Disk, activity_of
 
 
 def _status(**changes: Any) -> RunSnapshot:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from agentrl.errors import ConfigError
-from agentrl.worlds.containers.base import ContainerSpec
+from agentrl.worlds.containers.container import ContainerSpec
 from agentrl.worlds.containers.kubernetes import KubernetesContainer
 
 pytestmark = [

@@ -18,7 +18,7 @@ from fake_docker import inside
 from rootfs_here import make_rootfs, rootfs_problem
 
 from agentrl.errors import ToolServerError
-from agentrl.worlds.containers.base import CONTAINERS, Container, ContainerSpec, FilesTooLargeError
+from agentrl.worlds.containers.container import CONTAINERS, Container, ContainerSpec, FilesTooLargeError
 
 pytestmark = [
     pytest.mark.integration,

@@ -19,7 +19,7 @@ from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, Tool
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, StopReason
-from agentrl.environments.base import use_containers
+from agentrl.environments.environment import use_containers
 from agentrl.errors import ConfigError, TaskFileError
 from agentrl.local.try_task import run_solutions
 from agentrl.rollout.load_tasks import read_task_source

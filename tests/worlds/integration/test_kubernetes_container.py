@@ -16,7 +16,7 @@ from rootfs_here import make_rootfs, rootfs_problem
 from agentrl.base.processes import owned_name
 from agentrl.errors import ConfigError, DependencyKind, ToolServerError
 from agentrl.worlds.containers import kubernetes
-from agentrl.worlds.containers.base import ContainerSpec
+from agentrl.worlds.containers.container import ContainerSpec
 from agentrl.worlds.containers.kubernetes import KubernetesContainer, job_of
 
 pytestmark = [

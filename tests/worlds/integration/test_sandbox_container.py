@@ -16,7 +16,7 @@ from rootfs_here import make_rootfs, rootfs_problem
 
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.worlds.containers import sandbox
-from agentrl.worlds.containers.base import CONTAINERS, Container, ContainerSpec
+from agentrl.worlds.containers.container import CONTAINERS, Container, ContainerSpec
 from agentrl.worlds.containers.sandbox import SandboxContainer
 from agentrl.worlds.sandbox import local
 from agentrl.worlds.sandbox.limits import Execution
@@ -116,7 +116,7 @@ async def test_it_ends_by_itself(rootfs: Path) -> None:
 
 KILLED = """
 import asyncio, sys
-from agentrl.worlds.containers.base import ContainerSpec
+from agentrl.worlds.containers.container import ContainerSpec
 from agentrl.worlds.containers.sandbox import SandboxContainer
 async def main():
     async with SandboxContainer(ContainerSpec(name="test", rootfs=sys.argv[1], seconds=60)) as box:

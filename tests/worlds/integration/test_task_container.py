@@ -15,7 +15,7 @@ from agentrl.config.sampling import ContainerConfig
 from agentrl.config.schema import ToolConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, StopReason
-from agentrl.environments.base import use_containers
+from agentrl.environments.environment import use_containers
 from agentrl.errors import ConfigError
 from agentrl.rollout.load_tasks import read_task_source
 from agentrl.store.client import Store

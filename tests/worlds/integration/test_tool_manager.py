@@ -19,8 +19,8 @@ from waiting import until
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError
-from agentrl.tools.base import TrajectoryInfo, schema_name
 from agentrl.tools.pool import ToolPool
+from agentrl.tools.tool import TrajectoryInfo, schema_name
 from agentrl.worlds.sandbox.local import namespace_problem
 
 pytestmark = [

@@ -13,7 +13,7 @@ from waiting import waiting_program
 
 from agentrl.errors import ToolServerError
 from agentrl.worlds.containers import docker
-from agentrl.worlds.containers.base import ContainerSpec
+from agentrl.worlds.containers.container import ContainerSpec
 from agentrl.worlds.containers.docker import DockerContainer
 from agentrl.worlds.harness.agent import ContainerSession
 from agentrl.worlds.harness.prepare import HarnessConfig, Prepared, build_base
@@ -37,7 +37,7 @@ if words[0] == "rm" and "--force" in words:
 """
 RUNS = """
 import asyncio, os, sys
-from agentrl.worlds.containers.base import ContainerSpec
+from agentrl.worlds.containers.container import ContainerSpec
 from agentrl.worlds.containers.docker import DockerContainer
 async def main():
     box = DockerContainer(ContainerSpec(name="sandbox", image="python:3.12", seconds=60))

@@ -15,7 +15,7 @@ from harbor_folder import write_task
 
 from agentrl.config.sampling import ContainerConfig
 from agentrl.documents.task_json import BadTaskError
-from agentrl.environments.base import use_containers
+from agentrl.environments.environment import use_containers
 from agentrl.errors import TaskFileError
 from agentrl.worlds.containers.docker import start_arguments
 from agentrl.worlds.harbor import machine

@@ -10,7 +10,7 @@ import pytest
 from environment_packages import needs_packages
 
 from agentrl.documents.task import Task
-from agentrl.environments import base
+from agentrl.environments import environment
 from agentrl.errors import ConfigError, ScorerError, TaskFileError
 from agentrl.rollout.load_tasks import read_task_source
 from agentrl.scoring.scorers import ScorerContext
@@ -97,7 +97,7 @@ def test_a_mixture_file_in_the_packages_format(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         read_task_source("env:reasoning_gym?families=gcd")
     assert "pip install 'agentrl[environments]'" in str(caught.value)

@@ -14,10 +14,10 @@ import pytest
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError, FailureError, OutageError, ToolServerError, tool_server
-from agentrl.tools.base import TrajectoryInfo, function_schema
 from agentrl.tools.config import StdioSpec, load_tools
 from agentrl.tools.pool import ToolPool
 from agentrl.tools.python import StatefulTool, StatefulTools
+from agentrl.tools.tool import TrajectoryInfo, function_schema
 
 DIGITS = {"answer": {"type": "string", "description": "digits"}}
 PARAMETERS = {"type": "object", "properties": DIGITS, "required": ["answer"]}

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from agentrl.base.concurrency import within_cpu
-from agentrl.chat.parsers.base import (
+from agentrl.chat.parsers.parser import (
     CallSyntaxError,
     ToolCall,
     Tools,

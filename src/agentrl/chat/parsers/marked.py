@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.chat.parsers.arguments import property_names
-from agentrl.chat.parsers.base import (
+from agentrl.chat.parsers.parser import (
     MOST_FAILURES,
     CallSyntaxError,
     ParsedMessage,

@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.chat.parsers.base import (
+from agentrl.chat.parsers.marked import Block, MarkedParser, read_json_calls
+from agentrl.chat.parsers.parser import (
     ARGUMENT_KEYS,
     MOST_FAILURES,
     CallSyntaxError,
@@ -24,7 +25,6 @@ from agentrl.chat.parsers.base import (
     tool_call_parser,
     tool_names,
 )
-from agentrl.chat.parsers.marked import Block, MarkedParser, read_json_calls
 
 PYTHON_TAG = "<|python_tag|>"
 

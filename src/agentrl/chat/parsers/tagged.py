@@ -9,7 +9,8 @@ from itertools import islice
 from typing import Any
 
 from agentrl.chat.parsers.arguments import convert_arguments, convert_text, property_names
-from agentrl.chat.parsers.base import (
+from agentrl.chat.parsers.marked import Block, HermesParser, MarkedParser
+from agentrl.chat.parsers.parser import (
     CallSyntaxError,
     ParsedMessage,
     ToolCall,
@@ -22,7 +23,6 @@ from agentrl.chat.parsers.base import (
     tool_call_parser,
     tool_names,
 )
-from agentrl.chat.parsers.marked import Block, HermesParser, MarkedParser
 
 _MARKS = re.compile(r"<\|(start|channel|constrain|message|end|call|return)\|>")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")

@@ -28,7 +28,7 @@ from agentrl.gateway.dialects.fields import (
     whole_number,
 )
 from agentrl.gateway.request import Answer, GatewayError, GatewayRequest, Kind, invalid
-from agentrl.tools.base import Schema
+from agentrl.tools.tool import Schema
 
 _TYPES: dict[Kind, str] = {
     "invalid": "invalid_request_error", "too_large": "request_too_large", "limit": "permission_error",

@@ -15,7 +15,7 @@ from agentrl.chat.parsers.arguments import validator_of
 from agentrl.documents.images import Part, joined
 from agentrl.documents.sampling import COLDEST
 from agentrl.gateway.request import GatewayError, GatewayRequest, invalid
-from agentrl.tools.base import schema_name
+from agentrl.tools.tool import schema_name
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from agentrl.gateway.dialects.fields import (
     whole_number,
 )
 from agentrl.gateway.request import STATUS, Answer, GatewayError, GatewayRequest, invalid
-from agentrl.tools.base import Schema
+from agentrl.tools.tool import Schema
 
 _TYPES = {
     "authentication": "authentication_error", "not_found": "invalid_request_error",

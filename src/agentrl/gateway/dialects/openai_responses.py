@@ -27,7 +27,7 @@ from agentrl.gateway.dialects.fields import (
 )
 from agentrl.gateway.dialects.openai_chat import ChatCompletions, function_tools, tool_choice
 from agentrl.gateway.request import Answer, GatewayError, GatewayRequest, invalid
-from agentrl.tools.base import Schema
+from agentrl.tools.tool import Schema
 
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 _ROLES = {"developer": "system"}

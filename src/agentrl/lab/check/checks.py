@@ -16,29 +16,7 @@ from pymongo.errors import OperationFailure
 from agentrl.documents.run import PARENT, child_key
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.training import is_checkpoint
-from agentrl.lab.check.reading import (
-    CheckOptions,
-    CheckProblem,
-    CheckSection,
-    ConsistentRead,
-    Findings,
-    Invariant,
-    Report,
-    RunCheck,
-    Violation,
-    Whole,
-    only_if,
-)
-from agentrl.lab.check.training import (
-    DataCheck,
-    EpochsCheck,
-    LineageCheck,
-    StatisticsCheck,
-    StepDataCheck,
-    VersionsCheck,
-    token_problems,
-)
-from agentrl.lab.check.trajectories import (
+from agentrl.lab.check.attempts import (
     CHECKED_FIELDS,
     SETTLED,
     TERMINAL,
@@ -52,6 +30,28 @@ from agentrl.lab.check.trajectories import (
     read_call_sizes,
     score_problems,
     slot_problems,
+)
+from agentrl.lab.check.reading import (
+    CheckOptions,
+    CheckProblem,
+    CheckSection,
+    ConsistentRead,
+    Findings,
+    Invariant,
+    Report,
+    RunCheck,
+    Violation,
+    Whole,
+    only_if,
+)
+from agentrl.lab.check.training_data import (
+    DataCheck,
+    EpochsCheck,
+    LineageCheck,
+    StatisticsCheck,
+    StepDataCheck,
+    VersionsCheck,
+    token_problems,
 )
 from agentrl.store.mechanics.blobs import CHECKSUMS, MARK, PACKED, PARTS, changed_parts, digest, moved_fields
 from agentrl.store.mechanics.connection import (

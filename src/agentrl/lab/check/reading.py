@@ -15,7 +15,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.base.batches import batches
 from agentrl.config.schema import GroupConfig
-from agentrl.documents.base import shortened
+from agentrl.documents.document import shortened
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Column
 from agentrl.documents.training import Checkpoint, DBRecordData

@@ -45,8 +45,8 @@ def main(argv: list[str]) -> int:
 
 async def _blame(configs: Configs, a: str, b: str) -> int:
     from agentrl.base.processes import STOPPED, stop_on_signals
-    from agentrl.evaluation.progress import Parts, StoppedError
     from agentrl.lab.blame import blame, put_labels, show, to_json, write_files
+    from agentrl.observe.progress import Parts, StoppedError
     from agentrl.observe.terminal import print_json, stdout_console
     from agentrl.store.client import open_existing
 

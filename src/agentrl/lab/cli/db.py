@@ -281,7 +281,7 @@ def _users(subparsers: Any) -> None:
 
 async def users(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Print the users, or make them and print their connection strings."""
-    from agentrl.lab.server import Users
+    from agentrl.lab.database_server import Users
     from agentrl.store.client import open_connection, open_existing, open_store
 
     if arguments.create and arguments.all_runs:

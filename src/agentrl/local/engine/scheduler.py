@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from agentrl.errors import ModelError
 from agentrl.local.engine.linears import LoadedAdapter, Patch
 from agentrl.local.engine.model import CacheSlot, Chunk, KVCache, LocalModel, RequestImages
-from agentrl.local.engine.sampling import RowSampler, StopStrings, sample
+from agentrl.local.engine.token_sampling import RowSampler, StopStrings, sample
 
 log = logging.getLogger(__name__)
 

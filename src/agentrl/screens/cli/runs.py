@@ -62,7 +62,7 @@ async def list_runs(arguments: argparse.Namespace) -> int:
     """Print a row per run, those with the latest activity first."""
     from agentrl.observe.terminal import print_json, stdout_console, to_json
     from agentrl.screens.status_screen import render_run_list
-    from agentrl.store.runs import Runs, connect_server
+    from agentrl.store.run_list import Runs, connect_server
 
     connection = await connect_server(_run_config(arguments))
     try:
@@ -87,7 +87,7 @@ async def rm_runs(arguments: argparse.Namespace) -> int:
 
 async def _remove_unfinished(run: RunConfig, arguments: argparse.Namespace) -> bool:
     """Return whether the database holds what an import or a fork left, and no run; delete it if asked."""
-    from agentrl.lab.runs import RunAdmin
+    from agentrl.lab.manage_runs import RunAdmin
     from agentrl.observe.terminal import confirm
     from agentrl.store.client import open_connection
 
@@ -108,7 +108,7 @@ async def _remove_unfinished(run: RunConfig, arguments: argparse.Namespace) -> b
 
 
 async def _remove(run: RunConfig, arguments: argparse.Namespace) -> None:
-    from agentrl.lab.runs import RunAdmin
+    from agentrl.lab.manage_runs import RunAdmin
     from agentrl.observe.terminal import confirm
     from agentrl.store.client import open_existing
 
@@ -130,12 +130,12 @@ async def _remove(run: RunConfig, arguments: argparse.Namespace) -> None:
 
 async def rename_run(arguments: argparse.Namespace) -> int:
     """Rename the run, or finish a renaming that was killed."""
-    from agentrl.lab import runs
+    from agentrl.lab import manage_runs
     from agentrl.observe.progress import progress
 
     old, new = arguments.run_name, arguments.new_name
     with progress(f"renaming run {old}, documents") as work:
-        folders = await runs.rename_run(
+        folders = await manage_runs.rename_run(
             _run_config(arguments, old), new, EngineConfig().alive_seconds, on_documents=work.advance
         )
     print(f"{old} → {new}" + "".join(f", folder {folder}" for folder in folders if folder.exists()))
@@ -144,7 +144,7 @@ async def rename_run(arguments: argparse.Namespace) -> int:
 
 async def tag_run(arguments: argparse.Namespace) -> int:
     """Change the tags if any are named, and print those that the run has then."""
-    from agentrl.lab.runs import RunAdmin
+    from agentrl.lab.manage_runs import RunAdmin
     from agentrl.store.client import open_existing
 
     changes: list[str] = arguments.changes
@@ -157,7 +157,7 @@ async def tag_run(arguments: argparse.Namespace) -> int:
 
 async def note_run(arguments: argparse.Namespace) -> int:
     """Store the note."""
-    from agentrl.lab.runs import RunAdmin
+    from agentrl.lab.manage_runs import RunAdmin
     from agentrl.store.client import open_existing
 
     async with await open_existing(_run_config(arguments, arguments.run_name)) as store:

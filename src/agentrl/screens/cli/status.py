@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
 async def _show(configs: Configs) -> None:
     from agentrl.observe.terminal import print_json, stdout_console
     from agentrl.store.client import open_existing
-    from agentrl.store.runs import connect_server
+    from agentrl.store.run_list import connect_server
 
     run, flags = configs[RunConfig], configs[StatusFlags]
     if "run_name" in configs.given:
@@ -126,7 +126,7 @@ def _run_reader(store: Store, configs: Configs) -> Callable[[], Awaitable[_Readi
 def _runs_reader(connection: Connection, configs: Configs) -> Callable[[], Awaitable[_Reading]]:
     from agentrl.observe.terminal import to_json
     from agentrl.screens.status_screen import render_runs
-    from agentrl.store.runs import Runs
+    from agentrl.store.run_list import Runs
 
     runs = Runs(connection)
 

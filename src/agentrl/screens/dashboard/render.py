@@ -24,7 +24,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from agentrl import __version__
-from agentrl.documents.base import now
+from agentrl.documents.document import now
 from agentrl.observe.metric_definitions import definition_of
 from agentrl.observe.terminal import MISSING, age, duration, number, percent, signed
 from agentrl.screens.status_screen import amount

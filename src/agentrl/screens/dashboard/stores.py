@@ -26,7 +26,7 @@ from agentrl.screens.snapshot import Cache, SnapshotReader
 from agentrl.store.client import Store, open_existing
 from agentrl.store.mechanics.change_stream import WATCHED
 from agentrl.store.mechanics.connection import Connection
-from agentrl.store.runs import Runs, RunSummary, connect_server
+from agentrl.store.run_list import Runs, RunSummary, connect_server
 
 Page = Callable[[Request], Coroutine[Any, Any, Response]]
 

@@ -17,7 +17,7 @@ from agentrl.screens.views.read import Views
 from agentrl.screens.views.scores import VersionScores
 from agentrl.store.epochs import ORDER
 from agentrl.store.mechanics.connection import DATA, RECORD, TASK, Json, Repository, database_call
-from agentrl.store.runs import Disk, read_disk
+from agentrl.store.run_list import Disk, read_disk
 
 RATE_SECONDS = 300.0
 """Rates are those of the trajectories that were begun within this time."""

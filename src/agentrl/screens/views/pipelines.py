@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any
 
-from agentrl.documents.base import Root
+from agentrl.documents.document import Root
 from agentrl.documents.record import Failure
 from agentrl.documents.status import (
     APPLIED_STEPS,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.documents.base import Document, Root
+from agentrl.documents.document import Document, Root
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_halves, unpack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, StepStatus, values

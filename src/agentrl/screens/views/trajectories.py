@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 import pymongo
 from pymongo.errors import PyMongoError
 
-from agentrl.documents.base import is_finite, replace_surrogates
+from agentrl.documents.document import is_finite, replace_surrogates
 from agentrl.documents.status import APPLIED_STEPS, SHOWN_STATUSES, TRAINED, RecordStatus, values
 from agentrl.errors import ConfigError, StoreError
 from agentrl.screens.views.pipelines import TrajectoryRow, excerpt

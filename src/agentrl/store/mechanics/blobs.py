@@ -19,7 +19,7 @@ from pymongo import ASCENDING
 from pymongo.errors import BulkWriteError, DuplicateKeyError
 
 from agentrl.base.batches import batches
-from agentrl.documents.base import now
+from agentrl.documents.document import now
 from agentrl.documents.task import CONTENT
 from agentrl.errors import StoreError
 from agentrl.store.mechanics.connection import (

@@ -33,7 +33,7 @@ from pymongo.write_concern import WriteConcern
 
 from agentrl.base.registry import Registry
 from agentrl.config.run import SYSTEM_DATABASES
-from agentrl.documents.base import Document, follow_clock
+from agentrl.documents.document import Document, follow_clock
 from agentrl.documents.run import SCHEMA
 from agentrl.errors import RunMissingError, StoreError, StoreUnavailableError
 from agentrl.store.mechanics.retry import ENCODING_ERRORS, OutageLog, retry_while_unavailable, store_error

@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.base.atomic_folder import scratch_folder
 from agentrl.base.concurrency import background
 from agentrl.base.untrusted_folder import discard
-from agentrl.documents.base import shortened
-from agentrl.tools.base import Reply, Schema, function_schema, schema_name, timed_out
+from agentrl.documents.document import shortened
 from agentrl.tools.config import WORKDIR, Limits, McpSpec, StdioSpec, redact_secrets
 from agentrl.tools.mcp.content import (
     LOST,
@@ -48,6 +47,7 @@ from agentrl.tools.mcp.content import (
     render_item,
     render_resource,
 )
+from agentrl.tools.tool import Reply, Schema, function_schema, schema_name, timed_out
 
 if TYPE_CHECKING:
     import httpx2

@@ -13,8 +13,8 @@ from typing import Any
 import httpx2
 
 from agentrl.base.proxies import ProxiedTransport
-from agentrl.documents.base import shortened
-from agentrl.llm.client import retry_after
+from agentrl.documents.document import shortened
+from agentrl.llm.chat import retry_after
 from agentrl.tools.config import HttpSpec
 from agentrl.tools.mcp.content import (
     LOST,

@@ -21,7 +21,9 @@ from agentrl.errors import (
     ToolServerError,
     tool_server,
 )
-from agentrl.tools.base import (
+from agentrl.tools.config import CallGate, Hook, HttpSpec, Limits, McpSpec, Scope, StdioSpec, redact_address
+from agentrl.tools.mcp.connection import TRAJECTORY_KEY, LostError, McpConnection, RefusedError, UnusableError
+from agentrl.tools.tool import (
     Reply,
     Schema,
     ServerSession,
@@ -30,8 +32,6 @@ from agentrl.tools.base import (
     schema_name,
     timed_out,
 )
-from agentrl.tools.config import CallGate, Hook, HttpSpec, Limits, McpSpec, Scope, StdioSpec, redact_address
-from agentrl.tools.mcp.connection import TRAJECTORY_KEY, LostError, McpConnection, RefusedError, UnusableError
 
 if TYPE_CHECKING:
     import httpx2

@@ -20,7 +20,7 @@ from typing import IO, Final
 from agentrl.base.concurrency import task_group
 from agentrl.base.processes import has_ended, owned_name, owner_of
 from agentrl.errors import ConfigError, Dependency, DependencyKind, ToolServerError
-from agentrl.worlds.containers.base import (
+from agentrl.worlds.containers.container import (
     COPY_BYTES,
     OUTPUT_BYTES,
     Container,

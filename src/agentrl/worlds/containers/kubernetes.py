@@ -31,7 +31,7 @@ from agentrl.base.processes import has_ended, owned_name, owner_of
 from agentrl.base.proxies import ProxiedTransport, blocking_transport, proxy_of
 from agentrl.base.validation import Positive, SettingsModel, Text, read_config
 from agentrl.errors import ConfigError, ToolServerError
-from agentrl.worlds.containers.base import (
+from agentrl.worlds.containers.container import (
     COPY_BYTES,
     OUTPUT_BYTES,
     Container,

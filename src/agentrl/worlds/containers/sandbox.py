@@ -16,7 +16,7 @@ from typing import ClassVar, Final
 from agentrl.base.atomic_folder import scratch_folder
 from agentrl.base.untrusted_folder import discard
 from agentrl.errors import ConfigError, ToolServerError
-from agentrl.worlds.containers.base import (
+from agentrl.worlds.containers.container import (
     COPY_BYTES,
     OUTPUT_BYTES,
     Container,

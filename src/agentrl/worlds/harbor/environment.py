@@ -22,13 +22,13 @@ from typing import Any, Final
 
 from agentrl.base.permissions import file_name
 from agentrl.base.untrusted_folder import discard
-from agentrl.documents.base import is_score, replace_surrogates
+from agentrl.documents.document import is_score, replace_surrogates
 from agentrl.documents.record import CommandRun, HarnessRun
 from agentrl.documents.task import Task
 from agentrl.documents.task_json import BadTaskError
-from agentrl.environments.base import Environment, environment
+from agentrl.environments.environment import Environment, environment
 from agentrl.errors import TaskEnvironmentError, ToolServerError
-from agentrl.worlds.containers.base import Container, FilesTooLargeError
+from agentrl.worlds.containers.container import Container, FilesTooLargeError
 from agentrl.worlds.harbor.folder import HarborTask, HealthCheck, ImageOf, process_folder
 from agentrl.worlds.harbor.machine import (
     archive_of,

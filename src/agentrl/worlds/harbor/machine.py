@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from agentrl.documents.task_json import BadTaskError
-from agentrl.environments.base import container_flags
+from agentrl.environments.environment import container_flags
 from agentrl.errors import ConfigError
-from agentrl.worlds.containers.base import CONTAINERS, Container, ContainerSpec
+from agentrl.worlds.containers.container import CONTAINERS, Container, ContainerSpec
 from agentrl.worlds.harbor.folder import (
     HarborTask,
     ImageOf,

@@ -30,7 +30,7 @@ from agentrl.base.bounded_http import is_loopback
 from agentrl.base.processes import process_tree
 from agentrl.base.proxies import ProxiedTransport
 from agentrl.base.untrusted_folder import discard
-from agentrl.documents.base import is_score, sanitize_bson
+from agentrl.documents.document import is_score, sanitize_bson
 from agentrl.documents.record import CommandRun, Ending, HarnessRun
 from agentrl.documents.status import CallStatus, StopReason
 from agentrl.errors import ENGINES, ConfigError, EngineError, HarnessError, ToolServerError
@@ -39,7 +39,7 @@ from agentrl.rollout.agents import agent
 from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoreResult
-from agentrl.worlds.containers.base import CONTAINERS, FilesTooLargeError
+from agentrl.worlds.containers.container import CONTAINERS, FilesTooLargeError
 from agentrl.worlds.harbor.environment import Harbor, control
 from agentrl.worlds.harness.prepare import (
     HOME,

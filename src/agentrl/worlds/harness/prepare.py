@@ -34,7 +34,7 @@ from agentrl.base.validation import (
 )
 from agentrl.documents.record import Ending
 from agentrl.errors import ConfigError
-from agentrl.worlds.containers.base import CONTAINERS, ContainerSpec
+from agentrl.worlds.containers.container import CONTAINERS, ContainerSpec
 from agentrl.worlds.sandbox.limits import SandboxLimits
 from agentrl.worlds.sandbox.namespaces import WORK
 

@@ -9,7 +9,7 @@ import signal
 from typing import Final
 
 from agentrl.errors import ToolServerError
-from agentrl.worlds.containers.base import Container, ContainerSpec
+from agentrl.worlds.containers.container import Container, ContainerSpec
 from agentrl.worlds.containers.docker import DockerContainer
 from agentrl.worlds.sandbox.limits import Execution, SandboxLimits
 from agentrl.worlds.sandbox.program import MAIN

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from agentrl.tools.base import Schema, function_schema
 from agentrl.tools.python import StatefulTool, tool
+from agentrl.tools.tool import Schema, function_schema
 from agentrl.worlds.sandbox.container import ContainerSandbox
 from agentrl.worlds.sandbox.limits import Execution, SandboxConfig
 from agentrl.worlds.sandbox.local import LocalSandbox

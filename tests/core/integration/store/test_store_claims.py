@@ -13,7 +13,6 @@ import pymongo.monitoring
 import pytest
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents import base
 from agentrl.documents import record as document_record
 from agentrl.documents import task as document_task
 from agentrl.documents.record import Failure, Record
@@ -372,7 +371,7 @@ async def test_an_attempt_without_a_record_gets_one_and_its_owner_cannot_make_an
 async def test_a_clock_that_is_wrong_neither_ends_nor_lengthens_a_lease(
     store: Store, monkeypatch: pytest.MonkeyPatch, skew: timedelta
 ) -> None:
-    for module in (base, document_record, document_task):
+    for module in (document, document_record, document_task):
         monkeypatch.setattr(module, "now", lambda: datetime.now(UTC) + skew)
     monkeypatch.setattr(time, "time", lambda: datetime.now(UTC).timestamp() + skew.total_seconds())
     await store.tasks.load(make_tasks(1, generations=1))

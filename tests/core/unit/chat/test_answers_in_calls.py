@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.chat.parsers.base import ParsedMessage, ToolCall, get_parser, parse_text, split_reasoning
 from agentrl.chat.parsers.marked import MarkedParser
+from agentrl.chat.parsers.parser import ParsedMessage, ToolCall, get_parser, parse_text, split_reasoning
 from agentrl.scoring.answers import extract_answer
 
 ANSWER = "<answer>4</answer>"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentrl.chat.parsers.arguments import convert_arguments, convert_text, validate_call
-from agentrl.chat.parsers.base import MAX_NESTING, CallSyntaxError, ToolCall, get_parser, load_json
+from agentrl.chat.parsers.parser import MAX_NESTING, CallSyntaxError, ToolCall, get_parser, load_json
 
 LOSSY = ("02134", "+31205551234", "007", "1e5", "1.10", "-0", "1_000", " 5", "٣", "5.", ".5", "0x10", "1E3")
 UNIONS = (

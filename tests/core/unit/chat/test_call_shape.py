@@ -8,7 +8,7 @@ import chat_models as models
 import pytest
 from chat_models import FAMILIES, of_family, opened
 
-from agentrl.chat.parsers.base import THINK
+from agentrl.chat.parsers.parser import THINK
 from agentrl.gateway.answerer import call_shape
 
 _TAGGED = ('<tool_call>\n{"name": "f", "arguments": ', "}\n</tool_call>")

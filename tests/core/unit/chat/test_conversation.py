@@ -19,7 +19,7 @@ from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ModelError, TrajectoryError
 from agentrl.rollout.prompts import Conversation
-from agentrl.tools.base import function_schema
+from agentrl.tools.tool import function_schema
 
 PLAIN = """\
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}

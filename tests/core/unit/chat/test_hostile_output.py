@@ -12,9 +12,9 @@ import pytest
 
 from agentrl.chat.parsers import arguments
 from agentrl.chat.parsers.arguments import read_literal, validate_call
-from agentrl.chat.parsers.base import PARSERS, ToolCall, get_parser, parse_text, split_reasoning
 from agentrl.chat.parsers.marked import MarkedParser
-from agentrl.tools.base import function_schema
+from agentrl.chat.parsers.parser import PARSERS, ToolCall, get_parser, parse_text, split_reasoning
+from agentrl.tools.tool import function_schema
 
 PROPERTIES = {"a": {"type": "integer"}, "b": {"type": "object"}, "note": {"type": "string"}}
 TOOL = function_schema("add", "Adds.", {"type": "object", "properties": PROPERTIES})

@@ -12,7 +12,7 @@ from tokenizers import normalizers, pre_tokenizers
 
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.tools.base import function_schema
+from agentrl.tools.tool import function_schema
 
 PLACES = ["system", "question", "result", "argument", "argument name", "description", "choice", "parameter"]
 

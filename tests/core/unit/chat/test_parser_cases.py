@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.chat.parsers.base import get_parser, parse_text
+from agentrl.chat.parsers.parser import get_parser, parse_text
 
 FOLDER = Path(__file__).parent / "parser_cases"
 FILES = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))]

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from agentrl.chat.parsers import base
+from agentrl.chat.parsers import parser
 from agentrl.chat.parsers.arguments import convert_arguments, validate_call
-from agentrl.chat.parsers.base import PARSERS, ToolCall, get_parser, parse_text, parser_of_template
-from agentrl.tools.base import function_schema
+from agentrl.chat.parsers.parser import PARSERS, ToolCall, get_parser, parse_text, parser_of_template
+from agentrl.tools.tool import function_schema
 
 NUMBER = {"type": "integer"}
 PROPERTIES = {"a": NUMBER, "b": NUMBER, "note": {"type": "string"}}
@@ -194,4 +194,4 @@ def test_the_marks_of_a_template_choose_the_parser(template: str, parser: str) -
 
 
 def test_every_mark_names_a_parser_that_there_is() -> None:
-    assert {parser for _, parser in base._MARKS} <= set(PARSERS.names())
+    assert {parser for _, parser in parser._MARKS} <= set(PARSERS.names())

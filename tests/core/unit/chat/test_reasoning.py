@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.chat.parsers.base import (
+from agentrl.chat.parsers.parser import (
     THINK,
     ReasoningTags,
     get_parser,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from parsed_flags import parsed
 
-from agentrl.cli import evaluate, services, training
+from agentrl.cli import evaluate, services, train
 from agentrl.config.agreement import require_trainable, trainer_settings
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
@@ -44,7 +44,7 @@ class Simulation:
 
     def __init__(self, sampling: SamplingConfig, training: TrainConfig) -> None:
         self.admission = AdmissionLimit(sampling, training)
-        self.publish_steps = training.publish_steps
+        self.publish_steps = train.publish_steps
         self.step = self.open = 0
         self.versions = [0]
         """The step of each published version."""
@@ -130,7 +130,7 @@ def test_reinforce_plus_plus_is_accepted(flags: str) -> None:
     require_trainable(parsed(*words.split()))
 
 
-@pytest.mark.parametrize("command", [services.sample, training.train], ids=["sample", "train"])
+@pytest.mark.parametrize("command", [services.sample, train.train], ids=["sample", "train"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_sampler_and_trainer_refuse_before_they_begin(command: Callable[[list[str]], int], name: str) -> None:
     flags, words = REFUSED[name]

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.renderer import TemplateRenderer
 from agentrl.config.schema import ModelConfig
-from agentrl.tools.base import function_schema
+from agentrl.tools.tool import function_schema
 
 ROOT = Path(__file__).parents[4]
 TEMPLATE = ROOT / "assets/chat_templates/smollm2_tools.jinja"

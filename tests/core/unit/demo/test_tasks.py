@@ -11,7 +11,7 @@ from demo import tasks
 from demo.arithmetic import evaluate
 from demo.calculator import server
 
-from agentrl.chat.parsers.base import get_parser
+from agentrl.chat.parsers.parser import get_parser
 
 TASK_DIR = Path(__file__).parents[4] / "assets/tasks"
 FILES = sorted(tasks.task_files())

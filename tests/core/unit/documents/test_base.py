@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from agentrl.documents.base import is_finite
+from agentrl.documents.document import is_finite
 from agentrl.documents.run import RunSettings
 from agentrl.errors import StoreError
 

@@ -20,8 +20,8 @@ from agentrl.rollout.agents import AGENTS, run_agent
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.trajectory_calls import PendingCall
 from agentrl.scoring.scorers import ScorerContext, run_scorer
-from agentrl.tools.base import TrajectoryInfo
 from agentrl.tools.pool import ToolPool
+from agentrl.tools.tool import TrajectoryInfo
 
 
 def task(environment: str | None, **fields: Any) -> Task:

@@ -11,7 +11,7 @@ import number_game
 import pytest
 
 from agentrl.documents.task import Task
-from agentrl.environments.base import ENVIRONMENTS, Environment, TaskRequest, environment
+from agentrl.environments.environment import ENVIRONMENTS, Environment, TaskRequest, environment
 from agentrl.errors import TaskFileError
 from agentrl.rollout.load_tasks import Address, is_address, read_task_source
 
@@ -100,7 +100,7 @@ def test_only_an_environment_class_with_documented_tools_is_registered() -> None
 
 def test_environments_are_imported_without_their_packages() -> None:
     code = (
-        "import sys; from agentrl.environments.base import ENVIRONMENTS;"
+        "import sys; from agentrl.environments.environment import ENVIRONMENTS;"
         " assert 'reasoning_gym' in ENVIRONMENTS.names(); assert 'textarena' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -13,10 +13,10 @@ import pytest
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import EngineError
-from agentrl.evaluation import progress as progress_module
 from agentrl.evaluation.engines import FixedVersionRouter
-from agentrl.evaluation.progress import Parts, StoppedError
 from agentrl.inference.engine import Generation
+from agentrl.observe import progress as progress_module
+from agentrl.observe.progress import Parts, StoppedError
 
 
 def generation(*versions: int) -> Generation:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.chat.parsers.base import THINK
+from agentrl.chat.parsers.parser import THINK
 from agentrl.gateway.answerer import CallShape, grammar_of
 from agentrl.gateway.request import GatewayRequest
 

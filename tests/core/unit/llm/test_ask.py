@@ -12,9 +12,9 @@ import pytest
 from fake_llm import FakeLLM
 
 from agentrl.base.concurrency import Deadline
-from agentrl.llm import client as ask_module
+from agentrl.llm import chat as ask_module
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
-from agentrl.llm.client import (
+from agentrl.llm.chat import (
     ChatAnswer,
     NoAnswerError,
     RateWindow,

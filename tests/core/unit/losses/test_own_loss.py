@@ -10,7 +10,7 @@ import torch
 from parsed_flags import parsed
 from token_batches import three_tokens
 
-from agentrl.cli.training import _check_flags
+from agentrl.cli.train import _check_flags
 from agentrl.config.schema import LossConfig
 from agentrl.errors import ConfigError
 from agentrl.losses.compute import token_losses

@@ -23,7 +23,7 @@ from agentrl.errors import (
     tool_server,
 )
 from agentrl.llm.agent_config import ModelEndpoint
-from agentrl.llm.client import EndpointLimits
+from agentrl.llm.chat import EndpointLimits
 from agentrl.rollout import outages as breaker_module
 from agentrl.rollout.outages import (
     LONGEST_PAUSE_SECONDS,

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from agentrl.config.schema import ToolConfig
 from agentrl.documents.model_call import ToolExecution
 from agentrl.errors import ConfigError
-from agentrl.tools.base import ToolResult, TrajectoryInfo
 from agentrl.tools.browse import open_browse_agent
 from agentrl.tools.pool import ToolPool
+from agentrl.tools.tool import ToolResult, TrajectoryInfo
 
 PAGE = "\n".join(f"line {number} of the page" for number in range(400))
 """About 2,000 tokens."""

@@ -13,8 +13,8 @@ import pytest
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
-from agentrl.tools.base import ToolResult, TrajectoryInfo, schema_name
 from agentrl.tools.pool import ToolPool
+from agentrl.tools.tool import ToolResult, TrajectoryInfo, schema_name
 
 ANY = TrajectoryInfo(id="train/0/t/0")
 

@@ -15,9 +15,9 @@ from waiting import cancel
 from agentrl.base.permissions import allow
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError, ScorerError, ToolServerError
-from agentrl.tools.base import TrajectoryInfo
 from agentrl.tools.pool import ToolPool
 from agentrl.tools.python import Toolset, tool
+from agentrl.tools.tool import TrajectoryInfo
 
 ANY = TrajectoryInfo(id="train/0/t/0")
 

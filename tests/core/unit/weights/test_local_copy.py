@@ -19,7 +19,7 @@ import pytest
 from published_chain import Chain, random_weights
 from safetensors.torch import load_file
 
-from agentrl.documents.base import now
+from agentrl.documents.document import now
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError

@@ -12,7 +12,7 @@ import pytest
 import small_run as run
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents import base
+from agentrl.documents import document
 from agentrl.documents.images import Image
 from agentrl.documents.run import InferenceService
 from agentrl.lab.retention import Retention
@@ -34,8 +34,8 @@ async def host(
     """The store of a process on a host whose clock is wrong."""
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + request.param)
-    monkeypatch.setattr(base, "_clock", base._Clock())
-    assert abs(base.now() - datetime.fromtimestamp(real(), UTC)) > timedelta(minutes=9)
+    monkeypatch.setattr(document, "_clock", document._Clock())
+    assert abs(document.now() - datetime.fromtimestamp(real(), UTC)) > timedelta(minutes=9)
     async with await open_store(run_config) as store:
         yield store
     drop_later(run_config.run_name)

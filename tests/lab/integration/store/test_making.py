@@ -8,10 +8,10 @@ from datetime import timedelta
 import pytest
 
 from agentrl.base.processes import ProcessIdentity, identify
-from agentrl.documents.base import now, plain
+from agentrl.documents.document import now, plain
 from agentrl.documents.run import SCHEMA, Maker
 from agentrl.errors import LeaseLostError, StoreError
-from agentrl.lab.runs import RunAdmin
+from agentrl.lab.manage_runs import RunAdmin
 from agentrl.lab.transfer import Making, make_run
 from agentrl.store.client import Store
 from agentrl.store.mechanics.connection import Connection

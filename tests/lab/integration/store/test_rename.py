@@ -17,23 +17,23 @@ from loaded_tasks import load_tasks
 from test_run_admin import agentrl_runs
 
 from agentrl.config.schema import RunConfig, TaskConfig
-from agentrl.documents.base import now
+from agentrl.documents.document import now
 from agentrl.documents.run import PolicyVersion
 from agentrl.errors import ConfigError, LeaseLostError, RunMissingError, StoreError
-from agentrl.lab.runs import Rename
+from agentrl.lab.manage_runs import Rename
 from agentrl.store.client import Store, open_connection, open_existing, run_exists
-from agentrl.store.runs import Runs
+from agentrl.store.run_list import Runs
 
 pytestmark = pytest.mark.integration
 
 _KILLED = """
 import asyncio, os, signal, sys
 from agentrl.screens.cli.runs import main
-from agentrl.lab import runs
+from agentrl.lab import manage_runs
 
 place, words = sys.argv[1], sys.argv[2:]
-owner, name = {"copy": (runs.Transfer, "copy"), "paths": (runs.Rename, "_rewrite_paths"),
-               "move": (runs, "_move"), "drop": (runs.Rename, "_copy")}[place]
+owner, name = {"copy": (manage_runs.Transfer, "copy"), "paths": (manage_runs.Rename, "_rewrite_paths"),
+               "move": (manage_runs, "_move"), "drop": (manage_runs.Rename, "_copy")}[place]
 work = getattr(owner, name)
 
 def kill():

@@ -20,11 +20,11 @@ from test_store_claims import make_tasks
 from agentrl.config.schema import RunConfig
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.errors import ConfigError, RunMissingError, StoreError
-from agentrl.lab import runs as admin_runs
+from agentrl.lab import manage_runs as admin_runs
 from agentrl.screens.cli import runs
 from agentrl.store.client import Store, open_existing, open_store, run_exists
 from agentrl.store.mechanics.connection import SETTLE_SECONDS
-from agentrl.store.runs import Runs
+from agentrl.store.run_list import Runs
 
 pytestmark = pytest.mark.integration
 

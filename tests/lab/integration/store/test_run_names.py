@@ -10,7 +10,7 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.lab.server import ServerInfos
+from agentrl.lab.database_server import ServerInfos
 from agentrl.store.client import Store, open_connection, open_store
 
 pytestmark = pytest.mark.integration

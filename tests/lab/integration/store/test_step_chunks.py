@@ -16,7 +16,7 @@ from ready_data import ready_data, statuses
 from training_data import group
 
 from agentrl.config.schema import GroupConfig, RunConfig
-from agentrl.documents.base import now
+from agentrl.documents.document import now
 from agentrl.documents.record import Record
 from agentrl.documents.status import DataStatus, RecordStatus, StepStatus
 from agentrl.documents.task import task_key

@@ -15,7 +15,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.screens.snapshot import SnapshotReader
 from agentrl.screens.status_screen import render_run_list, render_run_status
 from agentrl.store.client import Store
-from agentrl.store.runs import Runs
+from agentrl.store.run_list import Runs
 
 pytestmark = pytest.mark.integration
 

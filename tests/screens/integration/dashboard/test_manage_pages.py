@@ -12,7 +12,7 @@ import pytest
 import small_run as run
 
 from agentrl.config.schema import RunConfig
-from agentrl.lab.runs import RunAdmin
+from agentrl.lab.manage_runs import RunAdmin
 from agentrl.screens.dashboard.serve import DashboardOptions, create_app
 from agentrl.store.client import Store, open_existing, run_exists
 

@@ -12,7 +12,7 @@ from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.finalize_group import GroupRules, verifier
-from agentrl.documents.base import now
+from agentrl.documents.document import now
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Task, task_key
 from agentrl.rollout import housekeeping as finalize_module

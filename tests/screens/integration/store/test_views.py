@@ -11,7 +11,7 @@ from test_ages_after_resume import add_groups, publish, statuses
 from test_coalesced_writes import claim_all, make_call
 from test_store_training import finalized, make_step
 
-from agentrl.documents.base import Root
+from agentrl.documents.document import Root
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep

@@ -22,7 +22,7 @@ from agentrl.documents.run import RunSettings
 from agentrl.documents.status import SHOWN_STATUSES, RecordStatus, ServiceStatus, TaskStatus
 from agentrl.errors import ConfigError, RunMissingError, StoreDeniedError, StoreError, StoreUnavailableError
 from agentrl.lab.dataset import write_parquet
-from agentrl.lab.runs import RunAdmin, rename_run
+from agentrl.lab.manage_runs import RunAdmin, rename_run
 from agentrl.observe.metric_definitions import definition_of
 from agentrl.screens.dashboard import serve
 from agentrl.screens.dashboard.charts import SMOOTHINGS, curves, evaluation_chart
@@ -34,7 +34,7 @@ from agentrl.screens.findings import findings, mean_of_last, seconds_since_step,
 from agentrl.screens.snapshot import TRAIN, RunSnapshot
 from agentrl.screens.views.pipelines import StepRow
 from agentrl.store.client import Store
-from agentrl.store.runs import Runs
+from agentrl.store.run_list import Runs
 
 _RUNS_SECONDS = 2.0
 _EVALUATIONS = 8

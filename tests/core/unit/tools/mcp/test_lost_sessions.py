@@ -15,11 +15,11 @@ import pytest
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import SessionLostError
-from agentrl.tools.base import ServerSession, TrajectoryInfo
 from agentrl.tools.config import Hook, HttpSpec, Options, Scope
 from agentrl.tools.mcp import http, server
 from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES
 from agentrl.tools.mcp.server import mcp_server
+from agentrl.tools.tool import ServerSession, TrajectoryInfo
 
 Answer = tuple[int, str, bytes]
 JSON = "application/json"

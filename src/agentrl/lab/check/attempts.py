@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from agentrl.documents.base import is_finite
+from agentrl.documents.document import is_finite
 from agentrl.documents.record import Record
 from agentrl.documents.run import OUTSIDE_VERSION
 from agentrl.documents.status import ColumnStatus, EvaluationStatus, RecordStatus, SlotStatus, TaskStatus

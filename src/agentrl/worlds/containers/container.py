@@ -148,7 +148,7 @@ C = TypeVar("C", bound=type[Container])
 
 def _class(extension: Any) -> type[Container]:
     if not (inspect.isclass(extension) and issubclass(extension, Container)):
-        raise TypeError("it does not derive from agentrl.worlds.containers.base.Container")
+        raise TypeError("it does not derive from agentrl.worlds.containers.container.Container")
     if missing := sorted(extension.__abstractmethods__):
         raise TypeError(f"it has no method {missing[0]!r}")
     return extension

@@ -16,7 +16,7 @@ from pymongo.asynchronous.database import AsyncDatabase
 from agentrl.base.atomic_folder import delete_folder, remove_leftovers, replace_file
 from agentrl.base.folder_owner import hand_over, require_alone
 from agentrl.config.schema import RunConfig
-from agentrl.documents.base import replace_surrogates
+from agentrl.documents.document import replace_surrogates
 from agentrl.documents.run import FLAGS, PARENT, REMARKS, SCHEMA, RunFact, RunSettings, flags_key
 from agentrl.documents.training import state_files
 from agentrl.errors import AgentRLError, ConfigError, RunMissingError, StoreError
@@ -33,7 +33,7 @@ from agentrl.store.mechanics.connection import (
     Repository,
     database_call,
 )
-from agentrl.store.runs import Runs
+from agentrl.store.run_list import Runs
 from agentrl.store.schema import holds_run, prepare
 from agentrl.store.settings import Ancestry, Settings
 

@@ -42,7 +42,7 @@ from agentrl.store.mechanics.connection import (
     Repository,
     database_call,
 )
-from agentrl.store.runs import read_disk
+from agentrl.store.run_list import read_disk
 from agentrl.store.schema import VALIDATORS, VIEWS, prepare
 from agentrl.store.settings import Ancestry
 

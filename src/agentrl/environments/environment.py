@@ -16,8 +16,8 @@ from agentrl.documents.record import HarnessRun
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, ScorerError, TaskEnvironmentError
 from agentrl.scoring.scorers import Result, ScorerContext, ScoreResult
-from agentrl.tools.base import ENVIRONMENT, ROLES, Schema
 from agentrl.tools.python import Toolset
+from agentrl.tools.tool import ENVIRONMENT, ROLES, Schema
 
 Reward = float | Mapping[str, float] | None
 """The reward of a trajectory, or those of its roles."""
