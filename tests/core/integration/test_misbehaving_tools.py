@@ -209,13 +209,13 @@ async def test_one_reconnect_serves_all_callers_and_then_all_are_told_at_once(
     tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts = []
-    original = server.Connection.open
+    original = server.McpConnection.open
 
-    async def counted(connection: server.Connection) -> None:
+    async def counted(connection: server.McpConnection) -> None:
         attempts.append(connection)
         await original(connection)
 
-    monkeypatch.setattr(server.Connection, "open", counted)
+    monkeypatch.setattr(server.McpConnection, "open", counted)
     monkeypatch.setattr(server, "RECONNECT_DELAYS", (0.0, 0.05))
     async with ToolPool(config_of(tmp_path, web.entry())) as pool, pool.session(trajectory()) as tools:
         web.stop()

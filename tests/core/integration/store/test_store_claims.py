@@ -13,6 +13,7 @@ import pymongo.monitoring
 import pytest
 
 from agentrl.config.schema import RunConfig
+from agentrl.documents import document
 from agentrl.documents import record as document_record
 from agentrl.documents import task as document_task
 from agentrl.documents.record import Failure, Record

@@ -194,4 +194,4 @@ def test_the_marks_of_a_template_choose_the_parser(template: str, parser: str) -
 
 
 def test_every_mark_names_a_parser_that_there_is() -> None:
-    assert {parser for _, parser in parser._MARKS} <= set(PARSERS.names())
+    assert {name for _, name in parser._MARKS} <= set(PARSERS.names())

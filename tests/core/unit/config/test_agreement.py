@@ -44,7 +44,7 @@ class Simulation:
 
     def __init__(self, sampling: SamplingConfig, training: TrainConfig) -> None:
         self.admission = AdmissionLimit(sampling, training)
-        self.publish_steps = train.publish_steps
+        self.publish_steps = training.publish_steps
         self.step = self.open = 0
         self.versions = [0]
         """The step of each published version."""
