@@ -59,14 +59,14 @@ import os, signal, sys
 from agentrl.cli.main import main
 from agentrl.store import steps
 steps.CHUNK = 1
-count = steps.train
+count = steps.train_data
 seen = []
 async def count_and_die(connection, number, pending, ids):
     if number == 2 and len(seen) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     seen.extend(ids if number == 2 else ())
     await count(connection, number, pending, ids)
-steps.train = count_and_die
+steps.train_data = count_and_die
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 OUT_OF_MEMORY_IN_STEP_2 = """
