@@ -28,7 +28,7 @@ copy="$scratch/agentrl"
 mkdir "$copy"
 git ls-files -z --cached --others --exclude-standard | xargs -0 tar -cf - | tar -xf - -C "$copy"
 cd "$copy"
-rm -rf src/agentrl/{lab,local,worlds,screens} tests/{lab,local,worlds,screens,acceptance,chaos,unmoved,walks}
+rm -rf src/agentrl/{lab,local,worlds,screens} tests/{lab,local,worlds,screens,acceptance,chaos,unmoved}
 export PYTHONPATH="$copy/src"
 
 step "$python" - <<'EOF'

@@ -80,7 +80,7 @@ def shared_names() -> dict[str, list[str]]:
 
 
 def into_wings() -> list[Import]:
-    """Return the imports from the core into a wing; those for type checkers count too."""
+    """Return the imports from the core into a wing, but those for type checkers."""
     return [
         each
         for file in all_files()
@@ -91,8 +91,15 @@ def into_wings() -> list[Import]:
 
 
 def _imports(importer: str) -> Iterator[Import]:
-    for node in ast.walk(ast.parse((SOURCE / importer).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == SOURCE.name:
+    nodes = tuple(ast.walk(ast.parse((SOURCE / importer).read_text(encoding="utf-8"))))
+    guards = [
+        node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    for_checkers = {node for guard in guards for node in ast.walk(guard)}
+    for node in nodes:
+        if node in for_checkers or not isinstance(node, ast.ImportFrom):
+            continue
+        if (node.module or "").partition(".")[0] == SOURCE.name:
             for name in (alias.name for alias in node.names):
                 imported = _file_of(f"{node.module}.{name}") or _file_of(str(node.module))
                 if imported is not None:
