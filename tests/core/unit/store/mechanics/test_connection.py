@@ -88,7 +88,7 @@ async def test_messages_name_the_host_and_never_the_password() -> None:
         ({"db_connection_string": "mongodb://127.0.0.1:1/", "db_timeout_seconds": 0.3},
          r"127\.0\.0\.1:1 did not answer"),
         ({"db_connection_string": "postgres://x"}, "not a MongoDB URI"),
-        ({"mongo_dir": "none"}, r"\n.*agentrl mongo up"),
+        ({"mongo_dir": "none"}, r"no embedded MongoDB.*\n.*--db_connection_string"),
     ],
     ids=["unreachable", "bad URI", "no server"],
 )  # fmt: skip
