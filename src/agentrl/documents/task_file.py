@@ -37,7 +37,7 @@ from agentrl.documents.task_json import (
     parse,
     read_images,
 )
-from agentrl.documents.task_rows import TaskRows, asked_schema, column_of
+from agentrl.documents.task_presets import TaskRows, asked_schema, column_of
 from agentrl.errors import TaskFileError
 
 _GZIP = b"\x1f\x8b"

@@ -23,7 +23,7 @@ from agentrl.base.processes import (
 from agentrl.config.load import Configs
 from agentrl.config.run import without_uri
 from agentrl.config.schema import TaskConfig, ToolConfig
-from agentrl.documents.task_rows import TaskRows
+from agentrl.documents.task_presets import TaskRows
 from agentrl.errors import ConfigError, ModelError
 from agentrl.inference.engines.commands import SHARED_MEMORY
 from agentrl.local.placement import Numbers, Placement

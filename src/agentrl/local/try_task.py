@@ -31,7 +31,7 @@ from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import CONTENT, Claim, Slot, Task, scorer_weights, task_key
 from agentrl.documents.task_file import HUB, TaskSource, kind_of_name
 from agentrl.documents.task_json import BadTaskError, image_sources, make_task, parse, read_images
-from agentrl.documents.task_rows import TaskRows
+from agentrl.documents.task_presets import TaskRows
 from agentrl.environments.environment import use_containers
 from agentrl.environments.session import open_environment
 from agentrl.errors import ConfigError, FailureError, LeaseLostError, StoreError, TaskFileError

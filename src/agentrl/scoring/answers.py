@@ -14,7 +14,7 @@ from agentrl.chat.parsers.parser import split_reasoning
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import FEEDBACK, Task, scorer_weights
 from agentrl.documents.task_json import BadTaskError, amount, kind_of
-from agentrl.documents.task_rows import asked_schema, last_braced
+from agentrl.documents.task_presets import asked_schema, last_braced
 from agentrl.errors import ConfigError, FailureError, ScorerError
 from agentrl.scoring.math_equality import equal, number, same, word_f1
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, check_answer, run_scorer, scorer

@@ -268,7 +268,9 @@ Isolate = Callable[[StdioSpec, Any, SettingsFile, Sequence[str]], StdioSpec]
 file. Raises ConfigError for a value that is wrong, and for a sandbox that this machine cannot give."""
 
 SERVER_SANDBOXES: Registry[Isolate] = Registry(
-    "sandbox of tool servers", group="agentrl.server_sandboxes", built_in=("agentrl.worlds.sandbox.server",)
+    "sandbox of tool servers",
+    group="agentrl.server_sandboxes",
+    built_in=("agentrl.worlds.sandbox.isolation",),
 )
 
 

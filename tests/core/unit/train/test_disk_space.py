@@ -11,7 +11,7 @@ from tiny_policy import write_tiny_policy
 from agentrl.config.schema import ModelConfig, TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.model.load import load_policy
-from agentrl.train.start import KeptFiles, amount, check_output, model_bytes, retention
+from agentrl.train.disk_space import KeptFiles, amount, check_output, model_bytes, retention
 from agentrl.weights.snapshot import write_config
 
 Usage = namedtuple("Usage", "total used free")

@@ -11,7 +11,7 @@ from json_rows import write_rows
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import read_tasks
 from agentrl.documents.task_json import BadTaskError, make_task
-from agentrl.documents.task_rows import TaskRows
+from agentrl.documents.task_presets import TaskRows
 from agentrl.errors import ConfigError, TaskFileError
 
 USER = {"role": "user", "content": "1+1?"}
