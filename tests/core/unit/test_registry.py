@@ -12,12 +12,10 @@ import agentrl
 from agentrl.base.permissions import allow
 from agentrl.base.registry import Registry
 from agentrl.chat.parsers.parser import get_parser
-from agentrl.environments.environment import ENVIRONMENTS
 from agentrl.errors import ConfigError
 from agentrl.rollout.agents import AGENTS
 from agentrl.scoring.groups import ESTIMATORS, GROUP_FILTERS
 from agentrl.scoring.scorers import SCORERS
-from agentrl.tools.python import TOOLS
 
 
 def test_an_extension_is_registered_under_each_of_its_names() -> None:
@@ -101,8 +99,6 @@ def test_what_a_module_of_a_wing_lacks_is_an_error(tmp_path: Path, monkeypatch: 
         (AGENTS.get, "reakt", "react"),
         (SCORERS.get, "exac", "exact"),
         (ESTIMATORS.get, "drgrpo", "dr_grpo"),
-        (ENVIRONMENTS.get, "harbr", "harbor"),
-        (TOOLS.get, "python_sandbx", "python_sandbox"),
         (get_parser, "hermess", "hermes"),
     ],
 )

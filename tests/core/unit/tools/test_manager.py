@@ -14,6 +14,7 @@ import pytest
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
 from agentrl.tools.pool import ToolPool
+from agentrl.tools.python import tool
 from agentrl.tools.tool import ToolResult, TrajectoryInfo, schema_name
 
 ANY = TrajectoryInfo(id="train/0/t/0")
@@ -215,13 +216,19 @@ async def test_a_broken_or_absent_manager_is_a_failure(
         await pool_of(manager).open()
 
 
+@tool("beside_a_manager")
+def beside_a_manager() -> str:
+    """Answer."""
+    return "yes"
+
+
 async def test_a_manager_that_answers_later_names_its_servers_then(
     manager: Manager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Handler, "do_GET", lambda self: self.answer(b"<h1>starting</h1>"))
-    pool = pool_of(manager, tools="python_sandbox")
+    pool = pool_of(manager, tools="beside_a_manager")
     await pool.open_reachable()
-    assert (list(pool.down), pool.known) == (["all"], frozenset({"code_interpreter"}))
+    assert (list(pool.down), pool.known) == (["all"], frozenset({"beside_a_manager"}))
     for use in (lambda: pool.list(["math"]), lambda: pool.session(ANY)):
         with pytest.raises(ToolServerError) as failed:
             use()
@@ -231,7 +238,7 @@ async def test_a_manager_that_answers_later_names_its_servers_then(
     monkeypatch.undo()
     monkeypatch.setenv("MCP_AUTH_TOKEN", "secret")
     await pool.connect("all")
-    assert (pool.down, pool.known, pool.servers) == ({}, None, ("code_interpreter", "math", "text"))
+    assert (pool.down, pool.known, pool.servers) == ({}, None, ("beside_a_manager", "math", "text"))
     with pytest.raises(ToolServerError, match="unknown tool server nowhere") as failed:
         pool.list(["nowhere"])
     assert failed.value.outage is None
