@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import pytest
-from agentrl.worlds.containers.base import CONTAINERS
+from agentrl.worlds.containers.container import CONTAINERS
 
 from agentrl.base.registry import Registry
 from agentrl.documents.task_file import TASK_FORMATS
