@@ -124,6 +124,7 @@ class GroupRules:
     ) -> Sequence[Decision]:
         if self.recorded and self.config.advantage not in BUILT_IN:
             return recorded_decisions(scored)
+        # Seed by the task: the trainer decides the group again, and must draw the same.
         return decide_group(scored, self.config, random.Random(f"{self.seed}/{task.id}"), filtered)
 
     def _convert(self, group: StoredGroup, record: Record, decision: Decision) -> _Converted:
@@ -213,8 +214,10 @@ def verifier(store: Store) -> Verify:
         for task_id, items in by_task.items():
             try:
                 group = await store.groups.stored(task_id)
+                # Decide in a thread: it converts a whole group, and the loop renews the lease meanwhile.
                 problem = await asyncio.to_thread(group_problem, group, items)
             except StoreUnavailableError:
+                # Raise an outage: a group that cannot be read now is not wrong, and a quarantine is final.
                 raise
             except (AgentRLError, ValueError, TypeError, KeyError) as error:
                 problem = f"it cannot be checked: {error}"
@@ -244,6 +247,7 @@ def group_problem(group: StoredGroup | None, data: Sequence[DBRecordData]) -> st
     for item in data:
         if item.id not in expected:
             return f"its Records and model calls give no training data {item.id}"
+        # Compare the counts: lowered in the data, they would let a step train them more than allowed.
         if item.trained_count != counts[item.id]:
             return f"{item.id}: trained_count: {item.trained_count}, of its Record {counts[item.id]}"
         if (problem := differences(item, _rounded_as(item, expected[item.id]), also=_ORIGIN)) is not None:
@@ -282,6 +286,7 @@ def explain_difference(
     """
     if config is None:
         named = {span.call for span in data.spans}
+        # Call failed what the data do not name: a conversion keeps failed calls as context.
         calls = [call if call.index in named else replace(call, status=CallStatus.FAILED) for call in calls]
         stored = TokenColumns.unpack(data.columns, data.trainable_tokens)
         names = ",".join(() if stored is None else stored.values)

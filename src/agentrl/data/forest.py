@@ -78,6 +78,7 @@ class ForestImages:
         used = np.unique(image[image >= 0])
         if not used.size:
             return None
+        # Add an entry for text, whose index -1 NumPy reads as the last: it stays -1.
         number = np.full(len(self.images) + 1, -1)
         number[used] = np.arange(len(used))
         kept = tuple(self.images[index] for index in used.tolist())
@@ -323,6 +324,7 @@ def depth_first(nodes: Sequence[Node]) -> tuple[Ints, Ints, Ints, Ints]:
         cursor += size[index]
         stack.extend(reversed(children[index]))
     subtree = size.copy()
+    # Go backwards: parents are stored before children, so each subtree is whole when it is added.
     for index in range(len(nodes) - 1, -1, -1):
         if nodes[index].parent >= 0:
             subtree[nodes[index].parent] += subtree[index]
@@ -552,6 +554,7 @@ def at_or_below(chosen: Ints, subtree_end: Ints) -> NDArray[np.bool_]:
     """Return bool[N]: whether a token or one of its ancestors is in ``chosen``."""
     change = np.zeros(len(subtree_end) + 1, np.int64)
     np.add.at(change, chosen, 1)
+    # Use ``add.at``: many subtrees end at one place, where ``change[ends] -= 1`` counts one.
     np.add.at(change, subtree_end[chosen], -1)
     return np.cumsum(change[:-1]) > 0
 
@@ -640,6 +643,7 @@ def _one_trajectory(
         subtree_end=subtree_end,
         row=np.zeros(len(target), np.int64),
         target=target,
+        # Make numbers of a mask: 0, this trajectory, from trained tokens on, and -1, context, elsewhere.
         owner=at_or_below(target, subtree_end) - 1,
         trajectory=np.zeros(1, np.int64),
         row_tokens=np.array([len(target)]),
@@ -691,6 +695,7 @@ def join(parts: Sequence[TokenForest]) -> TokenForest:
     return replace(
         forest,
         row=row[forest.row],
+        # Restore the owners: they are numbers of the step, which ``concatenate`` has shifted.
         owner=np.concatenate([part.owner for part in parts]),
         trajectory=numbers,
         row_tokens=forest.row_tokens[first],
@@ -763,6 +768,7 @@ def _cheapest_cuts(above: Sequence[int], own: Sequence[int], budget: int) -> lis
             if size + above[first] <= budget:
                 repeated, parts = best[first]
                 options.append((repeated + above[first], parts + 1, first))
+        # Break ties by the number of parts: fewer micro-batches for the same repeated tokens.
         repeated, parts, chosen[end] = min(options)
         best[end] = (repeated, parts)
     firsts = []
@@ -782,6 +788,7 @@ def merge_prefixes(forest: TokenForest) -> TokenForest:
     result. A merged token has the routing of the first of them that has one.
     """
     keys = _keys(forest)
+    # Sort as big-endian bytes: they order like the keys, so equal prefixes become neighbours.
     paths = sorted(_paths(forest), key=lambda path: keys[path].astype(">u8").tobytes())
     new_index = np.zeros(forest.tokens, np.int64)
     subtree_end = np.zeros(forest.tokens, np.int64)
@@ -803,6 +810,7 @@ def merge_prefixes(forest: TokenForest) -> TokenForest:
     source = np.concatenate(kept)
     target, subtree_end = new_index[forest.target], subtree_end[:count]
     owner = forest.owner[source]
+    # Find owners anew: a kept token may be context in its own path and generated in a merged one.
     if forest.trajectories == 1:
         generated = np.unique(new_index[forest.owner >= 0])
         owner = np.where(at_or_below(generated, subtree_end), forest.trajectory[0], -1)

@@ -173,6 +173,7 @@ class VersionSteps:
         ranges: list[tuple[int, int]] = []
         is_open = False
         for version, published in self._steps.items():
+            # Close a range at each fresh version: after a resume, higher numbers may be of earlier steps.
             is_old = published < step
             if is_old:
                 ranges.append((ranges.pop()[0], version) if is_open else (version, version))
@@ -215,6 +216,7 @@ def whiten(data: Sequence[DBRecordData]) -> tuple[DBRecordData, ...]:
 
     def of_span(item: DBRecordData, span: TrainableSpan) -> TrainableSpan:
         advantage = next(advantages)
+        # Cap after whitening, which made +1.67 of a malformed call's 0.
         return replace(span, advantage=min(advantage, 0.0) if span.call in item.faulty_calls else advantage)
 
     return tuple(replace(item, spans=tuple(of_span(item, span) for span in item.spans)) for item in data)

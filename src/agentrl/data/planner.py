@@ -109,6 +109,7 @@ def step_trees(
     groups: dict[str, list[TokenForest]] = {}
     for index, item in enumerate(data):
         tree = forest_from_data([item], vocab_size=vocab_size, ages=ages, experts=experts)
+        # Number by the step before trees are cut: parts of a trajectory may land on several ranks.
         tree = replace(tree, trajectory=np.array([index]), owner=np.where(tree.owner < 0, -1, index))
         if tree.trainable_tokens == 0:
             continue
@@ -163,6 +164,7 @@ def pack(sizes: Sequence[int], budget: int, *, padded: bool = False) -> list[lis
                 f"a sequence of {size} tokens is longer than a micro-batch of --max_tokens {budget}",
                 hint=f"raise --max_tokens to {size} or more, or lower --max_prompt_tokens when sampling",
             )
+        # Take a group's first size as its largest: they come in decreasing order.
         needed = (sizes[group[0]] if padded else size for group in groups)
         fitting = next((g for g, more in enumerate(needed) if loads[g] + more <= budget), None)
         if fitting is None:
@@ -185,11 +187,13 @@ def balance(sizes: Sequence[int], budget: int, ranks: int, *, padded: bool = Fal
         return groups
     count = -(-len(groups) // ranks) * ranks
     spread = _spread_padded(sizes, budget, count) if padded else _spread(sizes, count)
+    # Keep the packing otherwise: groups of even sums may exceed a budget that the packing meets.
     if all(_load(sizes, group, padded=padded) <= budget for group in spread):
         groups = spread
     groups += [[] for _ in range(count - len(groups))]
     groups.sort(key=lambda group: -_load(sizes, group, padded=padded))
     rounds = enumerate(batches(groups, ranks))
+    # Turn every other round: the first rank would otherwise get the largest of each.
     return [group for number, round_ in rounds for group in round_[:: -1 if number % 2 else 1]]
 
 
@@ -221,6 +225,7 @@ def _decreasing(sizes: Sequence[int]) -> list[int]:
 
 
 def _micro_batch(parts: Sequence[TokenForest], merging: PrefixMerging) -> TokenForest:
+    # Run one token: other ranks have a micro-batch in this round, and their collectives wait.
     if not parts:
         return forest_from_sequences([[0]], [[False]])
     forest = join(parts)

@@ -249,6 +249,7 @@ class DataStream:
 
         Marks data that are too old as stale. Raises TrainingError after ``wait_seconds``.
         """
+        # Mark nothing while undone steps are ahead: they train the same data again, which must stay ready.
         if not any(undone >= step for undone in self._replay):
             await self._mark_stale(step)
         try:
@@ -304,6 +305,7 @@ class DataStream:
         if self._prefetched is not None and self._prefetched[0] == step:
             result = await self._prefetched[1]
             self._prefetched = None
+            # Choose a rest or an end anew: the step before was not committed when this was found.
             if result is not None and not result.is_rest:
                 return result
         await self.close()
@@ -316,6 +318,7 @@ class DataStream:
             planned = await self._replayed(step)
             if planned is not None:
                 return planned
+            # Ask before choosing: a group that is finalized between the two is then chosen, not missed.
             finished = await self._sampling_finished()
             groups = await self._choose(step, count)
             if not groups and finished:
@@ -427,6 +430,7 @@ class DataStream:
         """Return data by id, and the problem of each document that ``step`` cannot train."""
         found, problems = await self._store.training.fetch_readable(ids)
         ready = [item for item in found.values() if item.status is DataStatus.READY]
+        # Check before a step is planned: one bad id or NaN stopped the trainer at every start.
         problems |= await asyncio.to_thread(self._problems, ready)
         ages = await self._ages(ready, step)
         for item in ready:
@@ -460,6 +464,7 @@ class DataStream:
     async def _sampling_finished(self) -> bool:
         """Return whether every epoch holds every task and all groups are finalized."""
         split = self._settings.split
+        # Ask for epochs too: one that is not open yet has no tasks, so none of them is unfinished.
         if await self._store.epochs.next(split, self._settings.num_epochs) is not None:
             return False
         return await self._store.tasks.unfinished(split) == 0

@@ -76,6 +76,7 @@ def _children(
         known[call.id] = call
     needed: set[str] = set()
     for call_id in kept:
+        # End at a call that is needed already: so are its ancestors, and a long chain is walked once.
         while call_id not in needed:
             needed.add(call_id)
             parent = known[call_id].parent
@@ -113,6 +114,7 @@ class _Builder:
                 self._append_call(call)
                 following = self._children.get(call.id, ())
             self._nodes.append(Node(start=start, end=self._length, parent=parent_node))
+            # Reverse: the stack gives back the first child first, so that children keep their order.
             pending.extend((child, len(self._nodes) - 1) for child in reversed(following))
 
     def finish(self) -> TokenTree:
@@ -187,6 +189,7 @@ def to_training_data(
     chosen = [call for call in calls if call.index not in record.untrained_calls]
     trainable = _trainable_calls(chosen, advantage, turn_advantages, config, supervised)
     tree = build_tree(calls, [item.call.id for item in trainable])
+    # Count all calls, trained or not: a column has a value for each generated token of the Record.
     counts = [len(call.output_ids) // 4 for call in calls]
     first_of = dict(zip((call.id for call in calls), np.cumsum([0, *counts]).tolist(), strict=False))
     trained = [
@@ -243,6 +246,7 @@ def call_temperature(call: DispatchedSamplingTask) -> float | None:
     value = call.sampling_params.get("temperature")
     if value is None:
         return 1.0
+    # Refuse a bool, which Python counts as an int: true would be trained as temperature 1.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and COLDEST <= value < math.inf else None
 

@@ -177,6 +177,7 @@ class GroupAdmission(Repository):
         """
         if limit.groups <= 0:
             return False
+        # Look before the transaction, which writes the gate: idle samplers would conflict over nothing.
         open_now = await self._open_groups(split)
         if not open_now.needs_renumbering(limit):
             capacity = limit.groups - open_now.count
@@ -195,6 +196,7 @@ class GroupAdmission(Repository):
                     await session.abort_transaction()
                     return False
             except PyMongoError as error:
+                # Count a duplicate as a race: an epoch that opens may insert the same copy of a task.
                 if error.has_error_label(_TRANSIENT) or isinstance(error, DuplicateKeyError):
                     raise AdmissionRacedError from error
                 raise
@@ -316,6 +318,7 @@ class Claims(Repository):
             **excluded, **lease.any_slot(lease.UNSCORED),
         }  # fmt: skip
         tasks = self._collection(TASK)
+        # Look before the transaction: a scorer that polls an empty queue then costs one indexed read.
         if limit < 1 or await tasks.find_one(query, {"_id": 1}) is None:
             return []
         owners = [owner] * limit
@@ -345,6 +348,7 @@ class Claims(Repository):
             return []
         renewals = [UpdateOne(lease.held(claim), lease.renew_lease(claim, lease_seconds)) for claim in claims]
         await self._collection(TASK).bulk_write(renewals, ordered=False)
+        # Find the lost ones by a read: a bulk write tells how many matched, not which.
         return await lost_claims(self._connection, claims)
 
     @database_call
@@ -410,9 +414,11 @@ class Claims(Repository):
                 ):
                     break
             except AdmissionRacedError:
+                # Pause at random: those that lost a race together would meet again at once.
                 await asyncio.sleep(random.uniform(0, longest_pause))
         else:
             return []
+        # Claim a created group itself: without a limit nobody counts open groups, and nobody admits any.
         if request.limit is None:
             task = await self._take(_open_slots(request, TaskStatus.CREATED), update)
             if task is not None:
@@ -446,6 +452,7 @@ class Claims(Repository):
 
 def _open_slots(request: ClaimRequest, status: TaskStatus) -> Json:
     """Return a filter for groups in ``status`` with an open slot that the request's limit allows."""
+    # Name the slots' status beside the expression: MongoDB uses no index for an $expr over an array.
     allowed = {} if request.limit is None else request.limit.query
     return {
         "split": request.split, "status": status.value, "slots.status": SlotStatus.OPEN.value,
@@ -561,6 +568,7 @@ class ExpiredLeases(Repository):
         return await self._connection.transaction(write)
 
     async def _reap_slot(self, claim: Claim, max_attempts: int, expired: Json) -> int:
+        # Test the expiry again in the write: a late heartbeat may have renewed the lease since the read.
         this = {"$and": [expired, {"$eq": ["$$slot.traj_id", claim.traj_id]}]}
         query = {**lease.held(claim), **lease.any_slot(this)}
         fields = {**FREE, "status": lease.failed_or_open(max_attempts)}
@@ -573,6 +581,7 @@ class ExpiredLeases(Repository):
                 query, update, {"status": 1}, return_document=ReturnDocument.AFTER
             )
             if task is None:
+                # Undo ``queue_sampled``: it has disowned a Record whose owner may have just renewed it.
                 await abort()
             elif not is_sampled:
                 await end_records(self._connection, [claim], failure)
@@ -613,6 +622,7 @@ class ExpiredLeases(Repository):
             sort=[("ended_at", DESCENDING)],
         )  # fmt: skip
         times = [ended["ended_at"]] if ended else []
+        # Take the server's start from its process id, an ObjectId, which holds the second it was made in.
         process = (hello.get("topologyVersion") or {}).get("processId")
         if isinstance(process, ObjectId) and process.generation_time >= earliest:
             times.append(process.generation_time)

@@ -63,6 +63,7 @@ class Columns(Repository):
         fields = {"status": ColumnStatus.RUNNING.value, "not_before": None}
         claims = []
         for key in await self._ids(COLUMN, query, sort=oldest, limit=limit):
+            # Take only what waits: a lease is free for its own owner, who would get what it is filling again.
             taken = await self._lease(key).take(owner, lease_seconds, fields, only_if=_CLAIMABLE)
             if taken is not None:
                 claims.append(ColumnClaim(Column.from_document(taken), owner))
@@ -108,6 +109,7 @@ class Columns(Repository):
         status = ColumnStatus.FAILED if counts and failures >= max_attempts else ColumnStatus.OPEN
         fields = {
             **FREE, "status": status.value, "failures": failures, "problem": literal(problem),
+            # Halve the back-off: ``failures`` counts this one already, which doubles the first wait.
             "not_before": after_backoff(backoff_seconds / 2, literal(failures)),
         }  # fmt: skip
         await self._lease(claim.column.id).write(
@@ -165,6 +167,7 @@ async def open_columns(
         key = column_key(record, name)
         column = Column(id=key, record=record, task=task.id, split=task.split, name=name, filler=filler)
         document = {field: value for field, value in column.to_document().items() if field != "_id"}
+        # Set nothing that exists: the column may have been opened, or filled, by another process.
         writes.append(UpdateOne({"_id": key}, {"$setOnInsert": document}, upsert=True))
     if writes:
         await connection.collection(COLUMN).bulk_write(writes, ordered=False)

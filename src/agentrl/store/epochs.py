@@ -241,6 +241,7 @@ class TaskSelection(Repository):
     async def _recent(self, query: Json) -> list[Trials]:
         """Return the results of the groups of ``query`` that were finalized last."""
         recent = self._collection(TASK).find(
+            # Name the range of the partial index: MongoDB uses it only for a query that implies its filter.
             {**query, "begun.number": {"$gt": 0}, "group.finalized_at": {"$ne": None}},
             {"group.scored": 1, "group.pass_rate": 1, "begun.ease": 1},
             sort=[("group.finalized_at", DESCENDING)], limit=RECENT_GROUPS,
@@ -280,6 +281,7 @@ class TaskSelection(Repository):
                 sort=[("ease", direction), ("_id", direction)], limit=count,
             ).to_list()
             for bound, direction in (
+                # Bound both by -LIMIT, the filter of the partial index, which serves no other query.
                 ({"$gte": max(target, -LIMIT)}, ASCENDING), ({"$lt": target, "$gte": -LIMIT}, DESCENDING),
             )
         ]  # fmt: skip
@@ -304,6 +306,7 @@ class TaskSelection(Repository):
             return
         before = {"$match": {"_id": {"$in": [option.before for option in missing]}}}
         copy = {"$replaceWith": unbegun({"$range": [0, {"$size": "$slots"}]}, {"$add": ["$epoch", 1]})}
+        # Fetch and insert the copies: MongoDB refuses $merge in a transaction.
         await tasks.insert_many(await self._aggregate(TASK, before, copy))
         keys = {epoch_key(split, option.epoch) for option in missing}
         keys -= set(await self._ids(EPOCH, {"_id": {"$in": sorted(keys)}}))
@@ -371,6 +374,7 @@ class EpochLeases(Repository):
         """
         made = replace(opening, tasks=0).to_document()
         key = made.pop("_id")
+        # Ignore a duplicate: MongoDB may raise it for one of two upserts of the same id.
         with suppress(DuplicateKeyError):
             await self._collection(EPOCH).update_one({"_id": key}, {"$setOnInsert": made}, upsert=True)
         fields: Json = {name: {"$ifNull": [f"${name}", getattr(opening, name)]} for name in _PLAN}
@@ -403,6 +407,7 @@ class EpochLeases(Repository):
         try:
             yield
         except BaseException:
+            # Bound the write and ignore its failure: the block's error matters, and the lease expires.
             with suppress(pymongo.errors.PyMongoError, StoreError), pymongo.timeout(_RELEASE_SECONDS):
                 await self._lease(held).write(held.attempt, [{"$set": FREE}])
             raise
@@ -461,6 +466,7 @@ class Epochs(Repository):
         begun = await self._one(Task, TASK, {"split": split, "epoch": epoch})
         opening = EpochOpening(
             id=epoch_key(split, epoch), tasks=loaded, seed=seed, shuffle=shuffle,
+            # Take the size of a group that is there: a selection copies tasks before their epoch is opened.
             num_generations=num_generations if begun is None else len(begun.slots) + begun.retracted,
         )  # fmt: skip
         async with self._leases.lock(opening.id):
@@ -520,6 +526,7 @@ class Epochs(Repository):
     async def _copy(self, split: str, epoch: int, held: EpochOpening) -> int:
         tasks = self._collection(TASK)
         cursor = tasks.find({"split": split, "epoch": 0}, {"_id": 0, "order": 1, "task_id": 1})
+        # Sort first: a process that takes over must shuffle the same list by the same seed.
         loaded = sorted([(task["order"], task["task_id"]) async for task in cursor])
         ordered = [task_id for _, task_id in loaded]
         if held.shuffle:
@@ -532,6 +539,7 @@ class Epochs(Repository):
         ]
         for batch in batches(missing, _BATCH):
             await self._copy_batch(split, epoch, batch, held.num_generations or 1)
+            # Renew after each batch: a process that lost the lease ends here, and its copies harm nobody.
             await self._leases.renew(held)
         await self._leases.finish(held, await self.count(split, epoch))
         return len(missing)
@@ -581,6 +589,7 @@ def unbegun(traj_ids: Any, epoch: Any = None) -> Json:
     It is the copy for ``epoch``, by default for the epoch of the Task. Both are expressions over the Task.
     """
     new = Task(id="", task_id="", split="", epoch=0, order=0, query="").to_document()
+    # Copy only what was loaded: everything else of the source is the state of its own group.
     kept = ("_id", "task_id", "split", "epoch", "order", *CONTENT, CHECKSUMS)
     copy = {name: literal(value) for name, value in new.items()} | {name: f"${name}" for name in kept}
     if epoch is not None:

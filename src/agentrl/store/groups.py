@@ -83,6 +83,7 @@ class Groups(Repository):
         query: Json = {"split": split, "status": TaskStatus.WAITING.value, "$expr": {"$and": [since, due]}}
         if epoch is not None:
             query["epoch"] = epoch
+        # Exclude them in the query: they stay WAITING, and ``limit`` of them would hide all groups behind.
         if unfilled := await tasks_with_unfilled(self._connection, split):
             query["_id"] = {"$nin": list(unfilled)}
         return await self._ids(TASK, query, sort=BY_ORDER, limit=limit)
@@ -123,9 +124,11 @@ class Groups(Repository):
             return False
         outcome = await _run_decide(group, decide)
         blobs = Blobs(self._connection, DATA)
+        # Upload before the transaction: a conflict repeats it, and the server ends one that lasts long.
         data = [await blobs.offload(item.to_document()) for item in outcome.data]
 
         async def write() -> bool:
+            # Compare the time too: a group reopened and completed since the read is WAITING again.
             completed = await self._collection(TASK).update_one(
                 {**waiting, "updated_at": group.task.updated_at}, _complete(outcome.summary, group.task.begun)
             )
@@ -146,6 +149,7 @@ class Groups(Repository):
         """
         attempts = {"$add": [{"$ifNull": ["$finalizing.attempts", 0]}, 1]}
         doublings = {"$min": ["$finalizing.attempts", _MAX_DOUBLINGS]}
+        # Take half of ``retry_seconds``: ``attempts`` counts this one already, which doubles the wait.
         wait_ms = {"$toLong": {"$multiply": [retry_seconds * 500, {"$pow": [2, doublings]}]}}
         task = await self._collection(TASK).find_one_and_update(
             {"_id": task_id, "status": TaskStatus.WAITING.value},
@@ -215,6 +219,7 @@ async def read_group(connection: Connection, task: Task, records: Sequence[Recor
     return StoredGroup(
         task=task,
         records=records,
+        # Leave long texts in GridFS: what decides a group reads scores and tokens, no text of a call.
         calls=await read_model_calls(connection, scored, readable=False),
         columns=await read_columns(connection, scored),
     )

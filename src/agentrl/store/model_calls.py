@@ -63,6 +63,7 @@ class Images(Repository):
         for image in images:
             if time.monotonic() - self._put_at.get(image.id, -math.inf) < _FRESH_SECONDS:
                 continue
+            # Mark a stored image as used: pruning deletes what nothing names yet unless it was put lately.
             marked = await self._collection(IMAGE).update_one({"_id": image.id}, {"$set": {"used_at": now()}})
             if not marked.matched_count:
                 document = await self._blobs.offload(image.to_document())
@@ -272,11 +273,13 @@ class ModelCalls(Repository):
     async def _answer_batch(self, answers: Sequence[_Answer]) -> Sequence[DispatchedSamplingTask] | None:
         """Store the answers of several trajectories; return None if some must be stored on their own."""
         records = [answer.claim.record_id for answer in answers]
+        # Refuse two answers of one trajectory: both would get the next index.
         if len(set(records)) < len(records):
             return None
 
         async def write() -> list[DispatchedSamplingTask] | None:
             query = {"_id": {"$in": records}}
+            # Number by what the Record holds: an addition since this read conflicts, and all is repeated.
             cursor = self._collection(RECORD).find(query, {"size": {"$size": "$traj"}})
             sizes = {record["_id"]: record["size"] async for record in cursor}
             if len(sizes) < len(records):
@@ -322,6 +325,7 @@ async def read_model_calls(
 
 async def encoded(blobs: Blobs, call: DispatchedSamplingTask) -> RawBSONDocument:
     """Return the document of a model call with its checksum, after its large fields were moved to GridFS."""
+    # Encode once: batches weigh these bytes, and the driver sends them as they are.
     return RawBSONDocument(bson.encode(sealed(MODEL_CALL, await blobs.offload(call.to_document()), "all")))
 
 

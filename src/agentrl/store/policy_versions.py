@@ -231,6 +231,7 @@ class TrainerLeases(Repository):
         refused. The lease is free if it was released, has expired, belongs to ``owner``, or belongs to a
         process that is known to have ended. Otherwise raises LeaseHeldError, which names the holder.
         """
+        # Begin above stored steps, which a fork has without a lease: their ids start with an attempt.
         if await self._collection(LEASE).find_one({"_id": TRAINER}, {"_id": 1}) is None:
             await self._begin_after_planned_steps()
         holder = await self.read()
@@ -238,6 +239,7 @@ class TrainerLeases(Repository):
         fields = {
             "host": literal(host), "pid": pid, "process": literal(plain(process)), "ended": None,
         }  # fmt: skip
+        # Name the attempt that was found dead: another trainer may have replaced it since the read.
         document = await self._lease.take(
             owner, lease_seconds, fields, or_if=[{"$eq": ["$attempt", holder.attempt]}] if is_dead else ()
         )
@@ -272,6 +274,7 @@ class TrainerLeases(Repository):
             notes = self._collection(RUN).find(CHILDREN, {"checkpoint": 1})
             kept = {Path(note["checkpoint"]).name async for note in notes}
             discarded = [name for name in names if name not in kept]
+            # Change the lease document always: a fork writes it too, so that one of the two is repeated.
             update = {"$set": {"discarded": discarded}, "$inc": {"writes": 1}}
             await self._lease.write(attempt, update)
             return discarded
@@ -303,6 +306,7 @@ class TrainerLeases(Repository):
 
     async def _begin_after_planned_steps(self) -> None:
         """Insert the lease with the highest attempt that has planned a step."""
+        # Read the ids from the index alone: a step holds the ids of all its data.
         earlier = [key.partition("/")[0] for key in await self._ids(STEP, {}, hint=[("_id", 1)])]
         attempt = max((int(number) for number in earlier if number.isdecimal()), default=0)
         await insert_if_missing(self._collection(LEASE), TrainerLease(attempt=attempt))
@@ -331,6 +335,7 @@ def _lease(connection: Connection) -> DocumentLease:
 
 
 def _has_ended(holder: TrainerLease, host: str) -> bool:
+    # Ask for the process, not its pid: a later one may have it, or one on a machine of the same name.
     return holder.host == host and holder.process is not None and has_ended(holder.process)
 
 

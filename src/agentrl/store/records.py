@@ -64,6 +64,7 @@ class _Advance:
     @property
     def update(self) -> UpdateOne:
         """Return the update; it matches only if the claim owns the Record and the transition is allowed."""
+        # Allow the status itself: a server that is killed may have applied a write that it never answered.
         allowed = [*sources(RECORD_EDGES, self.status), self.status.value]
         query = {"_id": self.claim.record_id, "owner": self.claim.owner, "status": {"$in": allowed}}
         update: Json = {"$set": {"status": self.status.value, **self.fields}}
@@ -191,6 +192,7 @@ class Records(Repository):
         try:
             await self._collection(RECORD).insert_one(record.to_document())
         except DuplicateKeyError:
+            # Read what is there: this owner's earlier try, or what a take-over inserted to keep it out.
             stored = await self.get(record.id)
             if stored is None or stored.owner != claim.owner or stored.status in _LOST:
                 raise lease_lost(claim) from None
@@ -254,6 +256,7 @@ async def queue_sampled(connection: Connection, claims: Sequence[Claim]) -> froz
         "_id": {"$in": [claim.record_id for claim in claims]},
         "status": {"$in": values(SAMPLED)},
     }
+    # Read the ids first: an update tells only a count, and the caller must know whose slots to queue.
     ids = [record["_id"] async for record in records.find(sampled, {"_id": 1})]
     if ids:
         queued = {"status": RecordStatus.COMPLETED.value, "owner": None}
@@ -393,6 +396,7 @@ class Attempts(Repository):
         tried = {"$add": [{"$ifNull": ["$$slot.scorings", 0]}, int(counts)]}
         is_last = {"$and": [counts, {"$gte": [tried, max_scorings]}]}
         fields = {
+            # Halve the back-off: ``tried`` counts this attempt already, which doubles the first wait.
             **FREE, "scorings": tried, "not_before": after_backoff(backoff_seconds / 2, tried),
             "status": {"$cond": [is_last, SlotStatus.FAILED.value, SlotStatus.SAMPLED.value]},
         }  # fmt: skip
@@ -467,6 +471,7 @@ class Attempts(Repository):
         async def write() -> dict[str, TaskStatus] | None:
             for collection, updates in ((TASK, slot_updates), (RECORD, record_updates)):
                 result = await self._collection(collection).bulk_write(updates)
+                # Undo all if one is refused: each score is then written alone and gets its own error.
                 if result.matched_count < len(updates):
                     await abort()
                     return None
@@ -478,6 +483,7 @@ class Attempts(Repository):
             return None
         for task in {score.claim.task.id: score.claim.task for score in scores}.values():
             self.completed.note(task.split, task.id, statuses[task.id])
+        # Tell only one caller of a batch that its group is complete, however many scores ended it.
         last = {score.claim.task.id: index for index, score in enumerate(scores)}
         return [
             statuses[task] if index == last[task] else TaskStatus.RUNNING

@@ -96,6 +96,7 @@ def _schema_of(hint: Any, name: str) -> tuple[Json, str]:
 
 def _optional(schema: Json, what: str) -> tuple[Json, str]:
     if "enum" in schema:
+        # Add null as a value: an enum admits only what it lists, whatever the type beside it.
         return {**schema, "enum": [*schema["enum"], None]}, f"{what}, or null"
     if "bsonType" not in schema:
         return schema, what
@@ -116,6 +117,7 @@ def _object(cls: type, **more: Json) -> Json:
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             required.append(stored)
     return {
+        # Require the id at least: MongoDB refuses a schema with an empty list of required fields.
         "bsonType": "object", "title": cls.__name__, "required": required or ["_id"],
         "additionalProperties": False, "properties": {**properties, **more},
     }  # fmt: skip
@@ -211,6 +213,7 @@ INDEXES: dict[str, list[IndexModel]] = {
         _index("split", "ease", "_id", where={"ease": {"$gte": -LIMIT}}),
         _index("split", ("group.finalized_at", _DOWN), where={"begun.number": {"$gt": 0}}),
         _index("split", "status", "group.counted_at_step", "group.finalized_at"),
+        # Index only what has images: a full index would hold a null for each task without any.
         _index("images.sha256", where={"images.sha256": {"$gt": ""}}),
         _index("group.counted_at_step", where={"group.counted_at_step": {"$gt": 0}}),
         _index("group.kept_as_trained", where={"group.kept_as_trained": True}),
@@ -332,6 +335,7 @@ async def prepare(database: AsyncDatabase[Json]) -> None:
     for name, validator in VALIDATORS.items():
         if name not in existing:
             await _create(database, name, validator=validator)
+        # Compare first: collMod locks the collection, and each process that starts would lock it.
         elif existing[name].get("validator") != validator:
             await _update(database, name, validator=validator)
         missing = await _missing_indexes(database, name) if name in INDEXES else []

@@ -104,6 +104,7 @@ class Liveness:
             parts.append(f"{self.waiting_for_score} sampled trajectories wait for a score")
         parts += [
             f"{outage.dependency}: down for {self._age(outage.began_at):.0f} s ({outage.why:.120})"
+            # Name a dependency once, by who has found it down longest: of equal keys the last one stays.
             for outage in {outage.dependency: outage for outage in reversed(self.outages)}.values()
         ]
         return "; ".join(parts)
@@ -137,6 +138,7 @@ class Services(Repository):
     async def register(self, service: InferenceService) -> None:
         """Insert or replace the engine's document and send its first heartbeat."""
         await self._collection(SERVICE).replace_one({"_id": service.id}, service.to_document(), upsert=True)
+        # Take the server's time in a second write: a replacement document cannot ask for it.
         await self._collection(SERVICE).update_one({"_id": service.id}, {"$currentDate": {"heartbeat": True}})
 
     @database_call

@@ -51,6 +51,7 @@ class NotReadyError(StoreError):
 
 async def mark_data(connection: Connection, number: int, ids: Sequence[str]) -> None:
     """Change ready data to planned for step ``number``. Raises NotReadyError if some are not ready."""
+    # Accept what this step has planned: after an interruption its chunks are marked again from the first.
     planned = {"status": DataStatus.PLANNED.value, "planned_step": number}
     allowed: Json = {"$or": [{"status": DataStatus.READY.value}, planned]}
     result = await connection.collection(DATA).update_many(
@@ -72,8 +73,10 @@ async def train_data(connection: Connection, number: int, pending: PendingCommit
         {"_id": {"$in": trained}, **planned}, _trained(number, pending)
     )
     if len(trained) < len(ids):
+        # Reopen all that are still planned: by the update before, what was trained no longer is.
         await connection.collection(DATA).update_many({"_id": {"$in": list(ids)}, **planned}, _REOPENED)
     await connection.collection(RECORD).update_many(
+        # Skip Records that count this step: an interrupted commit begins again with its first chunk.
         {"_id": {"$in": trained}, "last_trained_step": {"$ne": number}},
         {"$inc": {"trained_count": 1}, "$set": {"last_trained_step": number}},
     )  # fmt: skip
@@ -141,6 +144,7 @@ def _trained(number: int, pending: PendingCommit) -> list[Json]:
 def _restored(step: int) -> list[Json]:
     kept = {"$filter": {"input": "$trained_at_steps", "cond": {"$lte": ["$$this", step]}}}
     quarantined = DataStatus.QUARANTINED.value
+    # Open stale data too: what went stale since was fresh for its step, which is done again.
     status = {"$cond": [{"$eq": ["$status", quarantined]}, quarantined, DataStatus.READY.value]}
     return [
         {"$set": {"trained_at_steps": kept, "planned_step": None, "status": status}},
@@ -220,6 +224,7 @@ class Steps(Repository):
         if step is None:
             raise _cannot_commit(step_id)
         trained = set(trained_ids)
+        # Go on with the stored arguments: some chunks of an interrupted commit are written by them.
         pending = step.pending or PendingCommit(
             max_trained_count=max_trained_count,
             retrained_interval=retrained_interval,
@@ -291,6 +296,7 @@ class Steps(Repository):
         """Finish the commits that were interrupted between two chunks."""
         for step in await self._all(TrainStep, STEP, {"status": StepStatus.COMMITTING.value}):
             if step.pending is not None:
+                # Pass no metrics: the transaction that made the step COMMITTING has stored them.
                 await self._commit(step, step.pending, {}, attempt)
 
     async def _finish_reverts(self, attempt: int | None) -> None:
@@ -302,6 +308,7 @@ class Steps(Repository):
             return
         after = undone[-1][1] - 1
 
+        # Clear the marks while the steps are REVERTING: after an interruption that says to go on here.
         uncount = partial(uncount_some, self._connection, after)
         while await fenced(self._connection, attempt, uncount):
             continue

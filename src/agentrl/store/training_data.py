@@ -141,6 +141,7 @@ class Training(Repository):
         stale = {"$set": {"status": DataStatus.STALE.value}}
         data, marked = self._collection(DATA), 0
         tasks = await data.distinct("task", {**ready, **old.query}) if old.spans == "any" else []
+        # Bound each transaction: after a pause of the trainer thousands of groups may be stale at once.
         for some in batches(tasks, _GROUPS_PER_UPDATE):
             group = {**ready, "task": {"$in": some}}
             others = {**group, "$nor": [old.query]}
@@ -202,6 +203,7 @@ class Training(Repository):
             try:
                 read.append(DBRecordData.from_document(await blobs.restore(document)))
             except StoreUnavailableError:
+                # Raise an outage: it says nothing of the document, which would be quarantined for good.
                 raise
             except (StoreError, ValueError, TypeError, KeyError) as error:
                 why = error.message if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"

@@ -74,6 +74,7 @@ class Blobs:
         """Do the same as ``offload`` in a transaction; call ``delete`` first."""
         document, files = _split(document)
         for file in files:
+            # Create no index here: in a transaction MongoDB refuses one on a filled collection.
             for chunks in file.chunks():
                 await self._chunks.insert_many(chunks)
             await self._files.insert_one(file.entry())
@@ -109,6 +110,7 @@ class Blobs:
             try:
                 await self._chunks.insert_many(chunks, ordered=False)
             except BulkWriteError as error:
+                # Accept duplicates: a chunk's id names its bytes, which an interrupted upload has stored.
                 if any(problem["code"] != _DUPLICATE for problem in error.details["writeErrors"]):
                     raise
         with suppress(DuplicateKeyError):
@@ -165,6 +167,7 @@ def _split(document: Json) -> tuple[Json, list[_File]]:
     if sum(map(len, packed.values())) > _LIMIT:
         files = [_File(document["_id"], name, value) for name, value in packed.items()]
         document = {**document, **dict.fromkeys(packed, b"")}
+    # Measure again after each: people read these in the document, so as few as possible move.
     for name in (name for name in _READABLE if document.get(name)):
         if len(bson.encode(document)) <= _DOCUMENT_LIMIT:
             break

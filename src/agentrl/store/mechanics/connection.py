@@ -113,10 +113,13 @@ class RunFence:
         """Raise RunMissingError if the run is being renamed or deleted, or is gone."""
         if self._is_fresh():
             return
+        # Let one look serve all: a thousand writes that come at once would each ask.
         async with self._looking:
             if self._is_fresh():
                 return
+            # Count from before the look: the mark may be set while its answer is on the way.
             began = time.monotonic()
+            # Read outside the transaction around the write: its snapshot may be older than the mark.
             schema = await self._database[RUN].find_one({"_id": SCHEMA})
             is_ours = schema is not None and schema.get("made_at") == self._made_at
             if schema is None or not is_ours or schema.get("renaming") or schema.get("deleting"):
@@ -281,6 +284,7 @@ class Connection:
         milliseconds = max(1, int(timeout * 1000))
         try:
             self.client: AsyncMongoClient[Json] = AsyncMongoClient(
+                # Wait for majority and journal: w=1, j=false lost 74 to 501 acknowledged writes at a kill -9.
                 uri, tz_aware=True, appname="agentrl", w="majority", journal=True, retryWrites=True,
                 retryReads=True, readConcernLevel="majority", serverSelectionTimeoutMS=milliseconds,
                 connectTimeoutMS=milliseconds, timeoutMS=milliseconds,
@@ -296,6 +300,7 @@ class Connection:
 
     def beside(self, database: str) -> Self:
         """Return a connection to another run of the same server. It shares the client: do not close it."""
+        # Drop the fence with the database: it looks at the schema document of this run.
         other = copy.copy(self)
         other.database, other.fence = self.client[database], None
         return other
@@ -309,12 +314,14 @@ class Connection:
 
     async def databases(self) -> list[str]:
         """Return the databases that this user may see, by name, without the server's own."""
+        # Ask for names alone: otherwise the server measures every database.
         reply = await self.client.admin.command("listDatabases", nameOnly=True, authorizedDatabases=True)
         return sorted({database["name"] for database in reply["databases"]} - SYSTEM_DATABASES)
 
     async def server_time(self) -> datetime:
         """Return the time of the server's clock."""
         moment: datetime = (await self.client.admin.command("hello"))["localTime"]
+        # Add the zone: ``command`` decodes by the driver's defaults, not by the client's ``tz_aware``.
         return moment.replace(tzinfo=UTC)
 
     async def check(self) -> None:
@@ -333,6 +340,7 @@ class Connection:
                 f"MongoDB at {self.host} is version {version}, and AgentRL needs 6.0 or newer",
                 hint="use a newer server, or leave --db_connection_string out to use the embedded server",
             )
+        # Accept a mongos, which names no set: a sharded cluster has transactions and change streams.
         if "setName" not in hello and hello.get("msg") != "isdbgrid":
             raise StoreError(
                 f"MongoDB at {self.host} is a standalone server, without transactions and change streams",
@@ -347,7 +355,9 @@ class Connection:
         What it reads and writes, one call after another, is part of the transaction (``use_session``).
         """
         async with self.client.start_session() as session:
+            # Bound the retries: with_transaction alone goes on for 120 seconds.
             with pymongo.timeout(self.timeout), use_session(session):
+                # Name the primary: a transaction refuses what a user's URI may say, secondaryPreferred.
                 return await session.with_transaction(
                     lambda _: write(), **TRANSACTION, read_preference=ReadPreference.PRIMARY
                 )

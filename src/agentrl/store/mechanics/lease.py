@@ -95,6 +95,7 @@ class DocumentLease:
     async def renew(self, attempt: int, seconds: float, fields: Json | None = None) -> None:
         """Extend the lease to ``seconds`` from now, and set ``fields``. Raises LeaseLostError."""
         changes = {**(fields or {}), "lease_expires_at": after(seconds)}
+        # Refuse a lease that was released: a renewal that comes late would hold it for nobody.
         await self.write(attempt, [{"$set": changes}], {"owner": {"$ne": None}})
 
     async def write(self, attempt: int, update: Json | list[Json], only_if: Json | None = None) -> None:
@@ -208,6 +209,7 @@ def claim_slots(
         "lease_expires_at": after(lease_seconds), "not_before": None, "record_id": record,
         **({"scorings": 0} if new_attempt else {}),
     }  # fmt: skip
+    # Choose in a stage of its own: expressions of one stage do not see what the others of it set.
     return [
         {"$set": {"last_claim": taken, "admission": None}},
         *change_slots({"$gte": [index, 0]}, fields),

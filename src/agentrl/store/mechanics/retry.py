@@ -56,6 +56,7 @@ def store_error(doing: str, error: PyMongoError, host: str, timeout: float) -> S
             f"{doing}: MongoDB at {host} refused the user: {error.details or error}",
             hint="check user, password and authSource in --db_connection_string",
         )
+    # Test for a full disk first: it is an outage, though the server answers as if it refused the write.
     if code in _DISK_FULL_CODES or _DISK_FULL in str(error):
         return StoreUnavailableError(
             f"{doing}: the disk of MongoDB at {host} is full", hint="free some disk space"
@@ -200,6 +201,7 @@ class OutageLog:
             return
         if self._began is None:
             self._began, self._why = now, why
+        # Keep the pause over several outages: a server that flaps would otherwise log each one.
         if now < self._next_line:
             return
         self._next_line = now + _REMINDER_SECONDS
@@ -269,6 +271,7 @@ async def retry_while_unavailable(
             await asyncio.sleep(min(delay, left))
         else:
             with suppress(TimeoutError):
+                # Wake at the stop: its two seconds begin with the next try, not behind a delay of up to 5.
                 await asyncio.wait_for(policy.stop.wait(), min(delay, left))
 
 

@@ -39,6 +39,7 @@ class WriteCoalescer(Generic[Item, Result]):
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
         if self._writer is None:
+            # Write in an empty context: the transaction and retries of the first caller are its own.
             self._writer = asyncio.create_task(
                 self._write_waiting(), name="agentrl-coalesced-writes", context=context_with_turn()
             )
@@ -61,6 +62,7 @@ class WriteCoalescer(Generic[Item, Result]):
             except Exception as error:  # noqa: BLE001  every caller receives it
                 results = [error] * len(batch)
             for (_, future), result in zip(batch, results, strict=True):
+                # Skip who has gone: its future refuses a result, and the callers behind would be cancelled.
                 if future.cancelled():
                     continue
                 if isinstance(result, BaseException):
