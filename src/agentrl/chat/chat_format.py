@@ -52,6 +52,7 @@ class Vision:
     def grid(self, image: ImageRef) -> tuple[int, int, int]:
         """Return (1, rows, columns) in patches of the image, scaled as the model's processor scales it."""
         factor = self.patch * self.merge
+        # Round, floor and ceil as Qwen-VL's processor: the engine counts image tokens by it.
         height, width = (max(factor, round(side / factor) * factor) for side in (image.height, image.width))
         if height * width > self.max_pixels:
             scale = math.sqrt(image.height * image.width / self.max_pixels)
@@ -264,6 +265,7 @@ class ChatFormat:
             return None
         self._check_images(new_messages)
         adapt, count = self.adaptation, len(history)
+        # Number calls over the whole conversation: Kimi's ids count them from its beginning.
         whole = adapt.with_ids([*history, *new_messages])
         history, new_messages = whole[:count], whole[count:]
         last = adapt.apply_to_one(history[-1])
@@ -277,6 +279,7 @@ class ChatFormat:
         try:
             ids = extension(before)
         except TrajectoryError:
+            # Render the tool cycle after all: one conversation has shown that it may be skipped, not all.
             if len(before) == count - 1:
                 raise
             ids = extension(history[:-1])
@@ -320,6 +323,7 @@ class ChatFormat:
         ids, trained = np.repeat(plain.input_ids, counts), np.repeat(plain.is_trainable, counts)
         return TokenizedConversation(
             input_ids=ids,
+            # Mask images in an assistant's message: their placeholders are never sampled.
             is_trainable=trained & (ids != self.vision.image_token),
             images=self.vision.locate(ids.tolist(), adapted),
         )
@@ -378,6 +382,7 @@ def without_thought(message: Message) -> Message:
 def unseen_tools(chat_format: ChatFormat, prompt: Sequence[int], tools: ToolSchemas) -> list[str]:
     """Return the names of the ``tools`` that do not stand in a prompt: its model cannot know them."""
     text = chat_format.decode(prompt)
+    # Search whole words: a tool named `search` would be found inside `web_search`.
     return [
         name for name in tool_names(tools) if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text)
     ]

@@ -56,6 +56,7 @@ class ControlTokens:
         self._control = frozenset(texts)
         self.special_ids = frozenset(number for number, token in added.items() if token.content in texts)
         self._spoken = frozenset(text for text in texts if _SPOKEN.search(text))
+        # Put longer texts first: of alternatives the first wins, and a prefix would hide the whole token.
         odd = sorted((text for text in texts if not re.fullmatch(_SHAPED, text)), key=len, reverse=True)
         self._pattern = re.compile("|".join([*map(re.escape, odd), _SHAPED]))
         self._first = re.compile(f"[<\\[{re.escape(''.join(sorted({text[0] for text in odd})))}]")
@@ -93,6 +94,7 @@ class ControlTokens:
                 "\n" if self._adds_space and piece and start + i else "" for i, piece in enumerate(batch)
             ]
             whole = [lead + piece for lead, piece in zip(leads, batch, strict=True)]
+            # Tokenize equal pieces once, and in batches: a call for each piece costs 0.1 ms.
             once = list(dict.fromkeys(whole))
             encodings = dict(zip(once, self._encodings(self._tokenizer.encode_batch, once), strict=True))
             for lead, piece, key in zip(leads, batch, whole, strict=True):

@@ -134,6 +134,7 @@ class Renderer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of generated ids with special tokens, without the ids that close the turn."""
         last, text = self._decoded
+        # Compare identity, of tuples only: a list may have been changed since.
         if isinstance(ids, tuple) and ids is last:
             return text
         end = len(ids)
@@ -211,6 +212,7 @@ class Adaptation:
         if reasoning and self.reasoning == "text":
             content = f"{self.tags.open}\n{reasoning}\n{self.tags.close}\n\n{content}"
         elif reasoning:
+            # Write both names: gpt-oss's template reads `thinking`, most others `reasoning_content`.
             adapted |= {"reasoning_content": reasoning, "thinking": reasoning}
         calls = [self._call(call) for call in adapted.pop("tool_calls", None) or ()]
         if calls and self.calls_as_text:
@@ -373,6 +375,7 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
+        # Catch everything: beside TemplateError, a template's expressions raise TypeError and others.
         except Exception as error:
             roles = " ".join(str(message.get("role")) for message in messages)
             raise TrajectoryError(
@@ -421,6 +424,7 @@ class _GenerationTag(Extension):
 
 def _environment() -> ImmutableSandboxedEnvironment:
     """Return the Jinja environment that chat templates expect: trimmed blocks, JSON not escaped for HTML."""
+    # Render in a sandbox: a template is code from whoever made the model's folder.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
@@ -471,6 +475,7 @@ class TemplateRenderer(Renderer):
     ) -> list[int]:
         """Return a conversation; a prompt that was rendered before costs nothing."""
         key = self._key(messages, tools) if add_generation_prompt else None
+        # Take it out and put it back: the prompt that was not used for longest is then the first to go.
         ids = None if key is None else self._prompts.pop(key, None)
         if ids is None:
             ids = self.tokens.encode(
@@ -485,6 +490,7 @@ class TemplateRenderer(Renderer):
                 self._prompts[key] = ids
                 if len(self._prompts) > _MAX_PROMPTS:
                     del self._prompts[next(iter(self._prompts))]
+        # Return a copy: the kept prompt must not change with the list of a caller.
         return list(ids)
 
     def extend(
@@ -497,6 +503,7 @@ class TemplateRenderer(Renderer):
     ) -> list[int] | None:
         text = self._text_after_generation(history, new_messages, tools)
         ids = self.tokens.encode(text)
+        # Drop a closing token that the model has sampled; an output that was cut has none.
         closed = bool(output_ids) and output_ids[-1] in self.stop_ids
         return ids[1:] if closed and ids and ids[0] in self.stop_ids else ids
 
@@ -529,6 +536,7 @@ class TemplateRenderer(Renderer):
         self, history: Sequence[Message], new_messages: Sequence[Message], tools: ToolSchemas | None
     ) -> str:
         """Return the rendered text after the generated turn: its closing tokens to the generation prompt."""
+        # Choose the marker at random: a message that holds a fixed one would hide where the turn ends.
         marker = f"mark{uuid.uuid4().hex}"
         added = self.tokens.protect(new_messages)
         before = history[:-1]

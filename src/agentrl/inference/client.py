@@ -267,6 +267,7 @@ class EngineClient(EngineControl):
         except asyncio.CancelledError:
             if (part := collector.partial()) is not None:
                 keep(part)
+            # Shield the abort: a second cancellation would leave the request running in the engine.
             await asyncio.shield(self._abort_quietly(rid))
             raise
         except EngineError as error:
@@ -285,6 +286,7 @@ class EngineClient(EngineControl):
                 raise EngineError(error.message, hint=error.hint) from error  # unloaded; a newer one is there
             raise
         generation = collector.result()
+        # Compare lengths: a processor that scales images otherwise samples behind a prompt of other tokens.
         if images and generation.prompt_tokens != len(input_ids):
             raise malformed(
                 self.url,
@@ -310,6 +312,7 @@ class EngineClient(EngineControl):
         """
         assert self._experts is not None
         encoded = collector.routed_experts
+        # Decode in a thread: at 4 KiB a token, the routing of a long call holds the event loop.
         packed = await asyncio.to_thread(packed_experts, encoded, tokens, self._experts)
         if packed is None and collector.ids and not self._is_unrouted:
             self._is_unrouted = True
@@ -348,6 +351,7 @@ class EngineClient(EngineControl):
         """Read the stream to its end. Raises EngineInterruptedError if it ends before the generation."""
         last = time.monotonic()
         try:
+            # Close the stream here: a generator that an error leaves keeps its connection for a while.
             async with aclosing(self._http.stream(path, body, self._timeout, headers)) as events:
                 async for event in events:
                     if "error" in event:
@@ -360,6 +364,7 @@ class EngineClient(EngineControl):
                     collector.add(chunk)
                     if progress is not None:
                         progress(have, collector.ids[have:])
+                    # Count the silence from the last token: any event restarts the stream's time-out.
                     last = now if len(collector.ids) > have else last
                     if now - last > self._timeout:
                         raise silent(f"{self.url}{path}", self._timeout)
@@ -386,6 +391,7 @@ class EngineClient(EngineControl):
             "rid": rid,
         }
         if self._returns_masks and params.truncates:
+            # Bound top_k with masks: each token's mask lists all ids that it was sampled from.
             largest = min(params.top_k, LARGEST) if params.top_k > 0 else LARGEST
             rest |= {
                 "sampling_params": params.replace(top_k=largest).to_request(),

@@ -138,6 +138,7 @@ class EngineControl:
 
     async def load(self) -> EngineLoad:
         """Return the running and queued requests and their tokens."""
+        # Ask for /v1/loads: SGLang 0.5.23 has no /get_load.
         answer = await self._get("/v1/loads?include=core")
         with known_format(self.url, answer):
             ranks = answer.get("loads", [])
@@ -179,6 +180,7 @@ class EngineControl:
         Unless it is paused, the engine first finishes the running requests. On EngineError it keeps serving
         the old weights.
         """
+        # Drop cached prefixes: behind keys and values of the old weights, logprobs are off by up to 0.36.
         body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
         seconds = max(self._timeout, await asyncio.to_thread(load_seconds, path))
         await self._update_call("/update_weights_from_disk", body, seconds, f"the weights in {path}")
@@ -298,6 +300,7 @@ def vocab_size_of(folder: str) -> int | None:
         config = read_config(Path(folder))
     except ModelError:
         return None
+    # Look into text_config too: the configuration of a vision model has the size only there.
     size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     return size if isinstance(size, int) else None
 

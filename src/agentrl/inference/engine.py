@@ -74,10 +74,12 @@ class FirstPrompts:
     def encode(self, ids: list[int], vocab_size: int) -> bytes:
         """Return ``ids`` as a JSON array. Raises EngineRefusedError for an id outside the vocabulary."""
         for known, size, found in self._known:
+            # Compare the size too: an engine with fewer ids must not get a prompt checked for another.
             if size == vocab_size and known == ids:
                 return found
         _check(ids, vocab_size)
         encoded = orjson.dumps(ids)
+        # Keep a copy: if the caller changed its list, a later prompt would match the wrong JSON.
         self._known.append((list(ids), vocab_size, encoded))
         return encoded
 

@@ -61,6 +61,7 @@ class Incoming:
         """Read and parse what arrives next. Raises ConnectionError."""
         data = await self._reader.read(_PIECE)
         if not data:
+            # Take the end of the connection for the end of a body without a length, as HTTP/1.1 does.
             has_length = "content-length" in self.headers or "transfer-encoding" in self.headers
             if not self.has_head or has_length:
                 raise ConnectionError("the server closed the connection before the end of its answer")
@@ -333,6 +334,7 @@ class EngineHttp:
                         due = now + slack
                     yield _object(data, where)
         except TimeoutError as error:
+            # Let a server be late to end its stream: behind [DONE] only the connection is lost, no token.
             if not is_done:
                 raise silent(where, timeout) from error
         except OSError as error:
@@ -381,6 +383,7 @@ def _parse(data: bytes, where: str) -> Any:
 
 def _text(body: bytes) -> str:
     """Return the beginning of a body, with a replacement character for each byte that is not UTF-8."""
+    # Cut before decoding: an error page may have LARGEST_ANSWER bytes, and a character at most four.
     return body[: 4 * _EXCERPT].decode("utf-8", "replace")[:_EXCERPT]
 
 
@@ -392,6 +395,7 @@ def silent(where: str, seconds: float) -> EngineError:
 def refusal(where: str, status: Any, text: str) -> EngineError:
     """Return the error for an answer at the address ``where``, or an event of a stream, of this status."""
     message = f"engine {where} answered {status}: {text[:_EXCERPT]}"
+    # Leave 408 and 429 out: they refuse the moment, not the request, so that a retry helps.
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 429):
         return EngineRefusedError(message)
     return EngineError(message, outage=ENGINES)

@@ -254,6 +254,7 @@ class ServedAdapters:
         name = adapter_name(self._run_name, version.id)
         try:
             if base.id != self.whole:
+                # Name no adapter while its base changes: heartbeats go out meanwhile, and samplers read them.
                 self.name = None
                 folder = self._folders.get(base.id) or (await self._copy.hold(store, base))[1]
                 await self._client.update_weights(folder, base.id)
@@ -264,6 +265,7 @@ class ServedAdapters:
         self.name = name
         self._loaded = [*(each for each in self._loaded if each != name), name][-_KEPT:]
         for each in loaded - set(self._loaded):
+            # Unload this run's alone: a shared engine has the adapters of other runs too.
             if each.rpartition("@")[0] == self._run_name:
                 task = asyncio.create_task(self._unload(each))  # SGLang waits for the adapter's requests
                 self._unloading.add(task)
@@ -565,6 +567,7 @@ class ServedEngine:
             if self._front is not None:
                 await self._front.leave(self._client.url)
             message = "the end of the engine is not recorded; its heartbeat expires"
+            # Retry nothing: an engine that ends in an outage would hang for --db_wait_seconds.
             with log_store_errors(log, message, outages=True), retry_outages(0):
                 await self._store.services.stop(self._id)
 
@@ -598,6 +601,7 @@ class ServedEngine:
         """Report once; the next heartbeat repeats what the database does not take."""
         if self._status is not ServiceStatus.STARTING:
             with contextlib.suppress(EngineError, TimeoutError):
+                # Bound the question: a slow answer must not delay the heartbeat that keeps the engine listed.
                 async with asyncio.timeout(self._config.heartbeat_seconds):
                     self._load = await self._client.load()
         with log_store_errors(log, "no heartbeat; the engine keeps running"):
@@ -626,6 +630,7 @@ class ServedEngine:
                     newest = version.id
                     if not await self.update(version):
                         await self._store.wait_for_change("PolicyVersion", timeout=_REFETCH_SECONDS)
+                        # Begin again behind the served version: the iteration is past the failed one.
                         newest = self._version
                         break
             await asyncio.sleep(_FOLLOW_POLL_SECONDS)
@@ -637,12 +642,14 @@ class ServedEngine:
         """
         is_fetched = False
         try:
+            # Fetch outside of the turn: a long download would keep the trainer from its device.
             async with self._fetching:
                 await self._weights.fetch(version)
                 self._fetched = version
             is_fetched = True
             async with self._turn:
                 if self._version != version.id:  # the end of the trainer's turn may have loaded it
+                    # Ask who answers: once an engine has died, another server may listen at its port.
                     await self._client.check_instance(self._process.instance)
                     pauses = self._weights.adapters.pauses(version)
                     self._version = await (self._switch if pauses else self._weights.load)(version)
@@ -653,6 +660,7 @@ class ServedEngine:
             self._detail = None
             log.info("serving version %d", self._version)
         await self._report()
+        # Write the copy after the report: samplers wait for the version, and nobody waits for the copy.
         await self._weights.keep_up()
         return is_fetched
 
@@ -660,6 +668,7 @@ class ServedEngine:
         """Load ``version`` while the engine is paused; return the version that it serves then."""
         self._status = ServiceStatus.UPDATING
         try:
+            # Retract: keys and values that stay in place are of the old weights, and change later logprobs.
             await self._client.pause("retract")
             return await self._weights.load(version)
         except PartlyLoadedError:
@@ -707,6 +716,7 @@ class ServedEngine:
             if self._fetched is None:
                 await self._client.update_weights(self._folder, self._version)
             else:
+                # Forget the whole weights: the engine gave up its memory, so an adapter needs its base again.
                 self._weights.adapters.whole = None
                 self._version = await self._weights.load(self._fetched)
 

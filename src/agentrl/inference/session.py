@@ -140,6 +140,7 @@ class EngineList:
     async def refresh(self, max_age: float | None = None) -> None:
         """Read the list, unless it is newer than ``max_age`` seconds; None: that of the list."""
         async with self._refresh_lock:
+            # Look at the age under the lock: whoever waited for it shares the refresh that just ended.
             if time.monotonic() - self._refreshed_at < (self._max_age if max_age is None else max_age):
                 return
             self._services = tuple(await self._live())
@@ -251,6 +252,7 @@ class GenerationParts:
             return self.params
         extra = dict(self.params.extra)
         if "sampling_seed" in extra:
+            # Advance the seed: with the same one the local engine would draw the first tokens' numbers again.
             extra["sampling_seed"] += done
         return self.params.replace(max_new_tokens=self.params.max_new_tokens - done, extra=extra)
 
@@ -282,6 +284,7 @@ class GenerationParts:
             logprobs_of=joined.logprobs_of,
             sampling_mask=joined.sampling_mask,
             versions=joined.versions,
+            # Skip parts without a token: an engine that failed before its first one reports no cache.
             cached_tokens=next(part.cached_tokens for part in self._parts if part.output_ids),
         )
 
@@ -423,6 +426,7 @@ class EngineSession:
         start = time.monotonic()
         try:
             await self._complete(made, progress, images)
+        # Keep no tokens of a refused request: whoever resumed them would be refused as well.
         except EngineRefusedError:
             raise
         except BaseException:
@@ -437,6 +441,7 @@ class EngineSession:
         router = self._router
         deadline, failures = time.monotonic() + router.wait_seconds, 0
         if progress is not None and made.output_ids:
+            # Pass a copy: the list grows under its receiver.
             progress(0, list(made.output_ids))
         while made.reason == "abort":
             client = await router.pick(self, made.tokens, deadline)
@@ -458,6 +463,7 @@ class EngineSession:
             part = await client.generate(
                 made.next_prompt,
                 made.next_params,
+                # Put the random part first: SGLang aborts by prefix, and one id may begin another.
                 f"{uuid.uuid4().hex}-{self.traj_id}",
                 encoded=self._encoded,
                 routing_key=self.group or self.traj_id,
@@ -599,6 +605,7 @@ class EngineRouter:
         """Detach the session from its engine, which failed and gets no session for a while."""
         if session.url is not None:
             self.engines.avoid(session.url, self._suspect_seconds)
+            # Forget its cached prompts: an engine that comes back after a failure has an empty cache.
             for engines in self._groups.values():
                 engines.discard(session.url)
         self._assign(session, None)
@@ -606,6 +613,7 @@ class EngineRouter:
     async def wait(self, why: str, deadline: float, attempt: int = 1) -> None:
         """Sleep before the next attempt, with exponential backoff; EngineError at ``deadline``."""
         now, engines = time.monotonic(), self.engines
+        # Count from the end of the trainer's turn: a call that waited it out has lost no engine.
         deadline = max(deadline, engines.lent_at + self.wait_seconds)
         is_down = bool(attempt > 1 or engines.foreign) if self._front is not None else not engines.usable()
         is_down = is_down and not engines.is_lent()
@@ -648,6 +656,7 @@ class EngineRouter:
 
             def cost(service: InferenceService) -> tuple[bool, int, int, str]:
                 cached = session.group is not None and service.url in self._groups.get(session.group, ())
+                # Take the larger: the reported load is a heartbeat old, and ours lacks the other samplers'.
                 load = max(service.running_tokens, in_flight[service.url]) + (0 if cached else tokens)
                 return service.status is not ServiceStatus.READY, load, service.running_requests, service.url
 

@@ -221,6 +221,7 @@ async def run_agent(
     try:
         async with rollout.time_limit(limit):
             outcome = await contain(lambda: run(rollout), f"agent {name}", FailureError)
+    # Score what is there at the environment's limit, as Harbor does; the trajectory's own limit fails it.
     except TimeoutError:
         outcome = Outcome(StopReason.TIME_LIMIT)
     except ContextFullError:
@@ -241,6 +242,7 @@ async def _score_by_agent(
     instance: Any, name: str, rollout: Rollout, outcome: Outcome, sampling: SamplingConfig
 ) -> None:
     """Set ``rollout.agent_score`` if the outcome, a report to the gateway or ``evaluate`` gives a score."""
+    # Store the last call first: rewards of calls and roles are checked against those that are stored.
     await rollout.finish()
     score = _own_score(name, rollout, outcome)
     if score is None and rollout.reported_reward is not None:
@@ -279,6 +281,7 @@ def _own_score(name: str, rollout: Rollout, outcome: Outcome) -> Any:
     rewards = checked_role_rewards(name, outcome.rewards, roles, "agent") or {}
     if outcome.score is not None:
         return ScoreResult(outcome.score, role_rewards=rewards)
+    # Average the policy's roles alone: those of fixed models are never trained.
     trained = [value for role, value in rewards.items() if role not in rollout.fixed_roles]
     if not trained:
         raise ScorerError(

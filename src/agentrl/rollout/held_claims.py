@@ -125,6 +125,7 @@ class HeldClaims:
             task.cancel()
         if chosen:
             await asyncio.wait(list(chosen), timeout=_CANCEL_SECONDS)
+        # Leave out work that ended in spite of the cancel: that end has decided about its claim.
         cancelled = [claim for task, claim in chosen.items() if not task.done() or task.cancelled()]
         for task in chosen:
             self._running.pop(task, None)
@@ -155,6 +156,7 @@ class HeldClaims:
 
     def _ended(self, task: asyncio.Task[bool]) -> None:
         claim = self._running.get(task)
+        # Keep work that cancelled itself among the held, as at a stop: `release` hands its claim back.
         if task.cancelled() or claim is None:
             return
         del self._running[task]
@@ -168,6 +170,7 @@ class HeldClaims:
         for task, claim in list(self._running.items()):
             if claim.record_id in lost:
                 logger.warning("the claim was lost; its work is given up", extra={"record": claim.record_id})
+                # Forget the task before it ends: work that ignores the cancel must not report a result.
                 self._running.pop(task)
                 task.cancel()
 
@@ -193,6 +196,7 @@ def owner_name() -> str:
 async def bounded(work: Coroutine[Any, Any, None]) -> bool:
     """Await ``work`` for ``RELEASE_SECONDS``; return False if it failed or took longer."""
     task = asyncio.create_task(work)
+    # Use wait: wait_for cancels at its time-out and then waits for the end, however long that takes.
     await asyncio.wait([task], timeout=RELEASE_SECONDS)
     if not task.done():
         task.cancel()

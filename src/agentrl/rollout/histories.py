@@ -87,6 +87,7 @@ class Histories:
             )
         known, length = self._extended(messages, tools)
         await self._calls.store_settled()
+        # Store the parent even if its tools still run: until then it has no id that the child could name.
         if known is not None:
             await self._calls.store(known.pending)
         chain = None if known is None else known.chain
@@ -126,6 +127,7 @@ class Histories:
         It is recorded with the answer whose tool call has this id.
         """
         pending = self._by_tool_call.get(call_id)
+        # Record runs with unstored calls only: frameworks may run a tool after its conversation went on.
         is_open = pending is not None and pending.index is None
         call = ToolCall(name, dict(arguments))
         problem = validate_call(call, schemas)

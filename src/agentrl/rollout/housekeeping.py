@@ -66,6 +66,7 @@ class GroupFinalizer:
         while waiting := await self._store.groups.waiting(self._split, _BATCH, waiting_seconds):
             finished = [await self.finalize(task_id) for task_id in waiting]
             done += sum(finished)
+            # Stop without a success: groups whose failure was not counted would come again for ever.
             if not any(finished):
                 break
         return done
@@ -80,6 +81,7 @@ class GroupFinalizer:
             done = await self._store.groups.finalize(task_id, self._decide, self.columns)
         except StoreUnavailableError:
             raise
+        # Contain what a filter or an estimator raises: one group must not stop all those behind it.
         except Exception as error:
             logger.exception("group not finalized", extra={"task": task_id})
             await self._failed(task_id, error)
@@ -188,11 +190,13 @@ class Housekeeping:
         """Finalize each group as soon as this sampler's trajectories complete it."""
         while True:
             await self._has_ended.wait()
+            # Clear before the work: a trajectory that ends during it needs another round.
             self._has_ended.clear()
             await self.finalize_completed()
 
     async def finalize_completed(self) -> None:
         """Finalize the groups that this process has completed so far."""
+        # Take turns with the other jobs of this sampler: both would read one group to finalize it.
         async with self._finalizing:
             if await self._finalizer.run_completed():
                 self._made_work()

@@ -114,6 +114,7 @@ class Breaker:
             if self._failures >= OPEN_AFTER:
                 self._open(retry_after)
             return
+        # Back off after probes only: calls that began before the outage fail in it too, and many at once.
         if self._probing:
             self._delay = min(2 * self._delay, LONGEST_PROBE_SECONDS)
             self._schedule_probe(retry_after)
@@ -250,10 +251,12 @@ class _Reports:
                 seconds=past.ended - past.began,
             )
         for breaker, (outage_id, began) in list(self._ongoing.items()):
+            # Compare the beginnings: between two reports a breaker may close, and open for another outage.
             if breaker not in down or breaker.down_since != began:
                 await self._store.outages.end(outage_id)
                 del self._ongoing[breaker]
         for breaker in down:
+            # Look again: it may have closed while the outages above were written.
             if breaker.down_since is None:
                 continue
             if breaker not in self._ongoing:
@@ -351,6 +354,7 @@ class Outages:
     def breaker(self, dependency: Dependency) -> Breaker:
         """Return the breaker of a dependency, which records its calls."""
         if dependency not in self._breakers:
+            # Look up ``changed`` when it is called: a sampler sets it after the first breakers exist.
             self._breakers[dependency] = Breaker(dependency, lambda: self.changed())
         return self._breakers[dependency]
 
@@ -457,6 +461,7 @@ class Outages:
         """Wait until the breaker is closed or probed; if it is closed already, for a moment."""
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                # Rest although it is closed: below OPEN_AFTER failures the call would repeat at once.
                 if not breaker.is_open:
                     await asyncio.sleep(FIRST_PROBE_SECONDS)
                 await breaker.wait()

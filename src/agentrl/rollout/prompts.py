@@ -93,6 +93,7 @@ class Conversation:
     def context_images(self) -> tuple[ImageSpan, ...]:
         """Return the images in ``context_ids()``."""
         ids = self.context_ids()
+        # Begin with the last answer: results, and so their images, are rendered in the order of its calls.
         first = 0 if self._starts_branch else self._seen - 1
         return self._format.locate_images(ids, self.messages[first:])
 
@@ -106,6 +107,7 @@ class Conversation:
 
     def append_generation(self, ids: Sequence[int], message: Message) -> None:
         """Append one generation: ``ids`` as generated, ``message`` as parsed."""
+        # Locate images first: their indices count from the prompt and output that are replaced here.
         self._images = self.prompt_images()
         self._prompt, self._output = self.prompt_ids(), list(ids)
         self.append_message(message)
@@ -223,6 +225,7 @@ def prompt_of(
     shown = one_system(chain.messages)
     try:
         added = chat_format.next_prompt(chain.prompt_ids, chain.output_ids, shown, new, tools)
+    # Let image errors pass: the whole would meet them again. Others may be of the extension alone.
     except ImageError:
         raise
     except TrajectoryError:
@@ -278,6 +281,7 @@ def prefix_digests(
     of_role = "" if role is None else f"role {role}\0"
     digests = [hashlib.sha256(of_role.encode() + _dump([dict(tool) for tool in tools])).hexdigest()]
     for message in messages:
+        # Chain the digests: hashing each prefix from its start would cost a conversation's square.
         digests.append(digest_after(digests[-1], message))
     return digests
 

@@ -176,6 +176,7 @@ class Role:
                 self._calls.budget.name_limit(self.prompt_tokens),
                 hint="raise it, or choose a context manager by --new_context",
             )
+        # Store the parent first: its id is its place in the order of storing, and the prompt names it.
         parent = await self._store_before()
         conversation = self._conversation
         starts = conversation.starts_branch
@@ -191,6 +192,7 @@ class Role:
             context_images=conversation.context_images(),
         )
         executions = () if starts or parent is None else parent.executions
+        # Seed a role by its own turns: how the calls of roles interleave may differ from run to run.
         seed = () if self.name is None else (self.name, self._own_turns)
         pending, parsed = await self._calls.sample(
             prompt, changes, role=self.name, tools=self.schemas, executions=executions, seed=seed
@@ -208,6 +210,7 @@ class Role:
         ``formaterror``. An error that a tool reports is a result. Raises ToolServerError if a server is lost.
         """
         pending = self._last
+        # Run nothing for a call that is stored: its document cannot take the results any more.
         if pending is None or pending.index is not None:
             return []
         started = time.monotonic()
@@ -216,6 +219,7 @@ class Role:
             images = self._calls.images if self._calls.reads_images else None
             messages = await run_tool_calls(turn, pending, self._shared.tools, self.schemas, images)
         finally:
+            # Settle also after a lost server: the failed attempt keeps the calls that have run.
             self._shared.tool_calls += len(pending.executions) - before
             pending.tool_seconds = time.monotonic() - started
             pending.settled = True
@@ -441,6 +445,7 @@ class FixedRole(Role):
         """
         self._require_turns()
         parent = await self._store_before()
+        # Ask for no new_messages: these render the conversation for the policy, which never reads it.
         new = self._conversation.unseen
         params = {**self.model.params, **changes}
         reply = await self._calls.hold(lambda: self._ask(params))
@@ -504,6 +509,7 @@ def _parsed(reply: Reply) -> ParsedMessage:
             if not isinstance(arguments, dict):
                 raise TypeError("the arguments are not a JSON object")
             calls.append(ToolCall(str(function["name"]), arguments))
+        # Catch RecursionError too: json.loads raises it for brackets that a model has nested too deeply.
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as problem:
             error = error or f"a tool call cannot be read: {failure_text(problem)}"
     return cleaned(ParsedMessage(reply.value, tuple(calls), error))
@@ -598,6 +604,7 @@ class Rollout(Role):
     def question(self) -> str:
         """Return the user message that asks the question."""
         template = self.task.query_prompt or self.config.query_prompt or "{query}"
+        # Replace, do not format: a prompt with other braces, as of JSON or \boxed{}, would raise KeyError.
         return template.replace("{query}", self.task.query)
 
     @property
@@ -739,6 +746,7 @@ class Rollout(Role):
                 raise limit from error
             raise
         finally:
+            # Adopt the calls also after an error: the gateway has stored them, whatever became of the client.
             self._calls.adopt(result.calls)
             self.reported_reward = result.reward
             if result.messages:
@@ -751,6 +759,7 @@ class Rollout(Role):
                 self._shared.tools.rewards, "the rewards of the tools", ToolServerError
             )
         finally:
+            # Note what the agent left also if its reward fails: the Record of the failed attempt shows it.
             left = None if self._environment is None else self._environment.instance.left
             if left is not None:
                 run = left.run if self.harness_run is None else self.harness_run.run

@@ -147,6 +147,7 @@ class Sampler:
             if claim is not None:
                 self._misses = 0
                 self._start(claim)
+                # Look for new groups at the next claim too: one change may have made room for many.
                 self._changed.set()
                 continue
             if has_room:
@@ -158,6 +159,7 @@ class Sampler:
             elif await self._is_done(stop):
                 logger.info("every task of every epoch is completed")
                 return
+            # Do not count an outage as idleness: what waits for a dependency is work that is left.
             elif self._outages.open:
                 busy_at = time.monotonic()
             elif idle_limit is not None and time.monotonic() - busy_at >= idle_limit:
@@ -175,6 +177,7 @@ class Sampler:
             self._changed.clear()
             return None
         opens = self._changed.is_set() or time.monotonic() >= self._look_at
+        # Clear before the claim, not after it: a change that comes meanwhile must wake the next one.
         self._changed.clear()
         if opens:
             self._look_at = time.monotonic() + _LOOK_POLLS * POLL_SECONDS
@@ -189,6 +192,7 @@ class Sampler:
                 without=self._not_now(),
             )
         except StoreUnavailableError:
+            # End quietly: the same signal cuts the wait for an unavailable database to two seconds.
             if stop.is_set():
                 return None
             raise
@@ -228,6 +232,7 @@ class Sampler:
     async def _wait(self, stop: asyncio.Event) -> None:
         """Wait for a trajectory to end, a change that may have made work, ``stop``, or ``POLL_SECONDS``."""
         events, timeout = [stop], POLL_SECONDS
+        # Leave the change out while full: nobody claims and clears it, and each wait would end at once.
         if len(self._held) < self._config.concurrency:
             events.append(self._changed)
             timeout = min(timeout, max(0.0, self._look_at - time.monotonic()))
@@ -246,6 +251,7 @@ class Sampler:
         while True:
             if await self._store.wait_for_change(*_WORK, timeout=_WATCH_SECONDS):
                 self._changed.set()
+                # Vary the rest, or all samplers that one change has woken claim again at the same moment.
                 await asyncio.sleep(_REST_SECONDS * 2**self._misses * random.uniform(0.5, 1))
 
     async def _watch_training(self) -> None:

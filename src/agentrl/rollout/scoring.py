@@ -76,6 +76,7 @@ class Scoring:
             self.outages.scorer_failed(scorer, error)
             await self._postpone(claim, error)
             return False
+        # Take an agent's own score for no sign of life: nobody has asked the judge for it.
         if context.agent_score is None:
             self.outages.scorer_succeeded(scorer)
         self._blame.pop(claim.record_id, None)
@@ -183,6 +184,7 @@ class ScoringQueue:
             split=self._split,
             owner=self._owner,
             lease_seconds=self._scoring.claims.lease_seconds,
+            # Claim one at a time in an outage: it probes, and the others of its group would only fail.
             limit=min(self._concurrency - len(self._held), 1 if self._scoring.outages.open else _AT_ONCE),
             without_scorers=needs.scorers,
             only_scorer=self._only_scorer,

@@ -275,6 +275,7 @@ async def open_worker(
         store=store, configs=configs, router=engines, chat_format=chat_format, params=params
     )
     async with AsyncExitStack() as stack:
+        # Push in this order so that the gateway closes first: its requests use the tools and the engines.
         stack.push_async_callback(router.close)
         stack.callback(outages.close)
         stack.push_async_callback(tools.close)
@@ -331,6 +332,7 @@ class AdmissionLimit:
         lag = max(trained, published) - served
         groups = max(0, self.max_staleness + 1 - lag) * self.training.groups_per_step
         if groups:
+            # Add none where none may begin: synchronous sampling would start on the old weights.
             groups += self.sampling.oversample_groups
         return GroupLimit(groups, after_step=trained, engines_lag=served < published)
 
@@ -356,6 +358,7 @@ async def sample(configs: Configs) -> None:
             await _join_run(store, configs, read)
             await allow_configured_imports(store, configs)
             async with open_worker(store, configs, stop=stop, trains=True) as (worker, router):
+                # Freeze only now: tokenizer, template and tools exist, and later collections leave them out.
                 collect_garbage_less_often()
                 await probe(
                     store, worker.tools, sampling, TRAIN_SPLIT, groups, configs[AgentConfig],

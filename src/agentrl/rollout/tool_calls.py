@@ -66,6 +66,7 @@ async def run_tool_calls(
     if len(valid) == 1:  # a task would cost more than many a tool
         results = [await execute(valid[0], tools, images)]
     else:
+        # Let all calls end: a task group would cancel the others, which may have taken effect unrecorded.
         runs = (execute(call, tools, images) for call in valid)
         results = await asyncio.gather(*runs, return_exceptions=True)
     pending.executions += [result for result in results if isinstance(result, ToolExecution)]

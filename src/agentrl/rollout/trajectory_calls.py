@@ -138,6 +138,7 @@ class PendingCall:
             messages=tuple(map(storable_message, strip_tool_results(prompt.new_messages, self.read))),
             response=storable_message(self.response),
             tool_executions=tuple(self.executions),
+            # Store the schemas at a branch's beginning only: calls that continue it are offered the same.
             tools=None if prompt.parent else tuple(map(sanitize_bson, self.tools)),
             error=self.error,
             finish_reason=generation.finish_reason,
@@ -179,6 +180,7 @@ def message_of(parsed: ParsedMessage, call_id: str) -> Message:
     if parsed.tool_calls:
         message["tool_calls"] = [
             {
+                # Keep ids at nine letters and digits: Mistral's templates refuse any other length.
                 "id": f"{call_id}{index % 100:02d}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
@@ -315,6 +317,7 @@ class TrajectoryCalls:
         ``progress`` receives the tokens while they are generated. Concurrent calls of one trajectory are made
         one after the other.
         """
+        # Make one call at a time: the session resumes one partial generation, and seeds count the turns.
         async with self._turn:
             params = self._params.replace(**changes).seeded(*self._seed, *(seed or (self.turns,)))
             params = self.budget.clamp(params, len(prompt.ids))
@@ -372,6 +375,7 @@ class TrajectoryCalls:
         async with self._storing:
             if pending.index is not None:
                 return
+            # Compare by identity: list.remove would compare two calls field by field, with all their ids.
             self._unstored = [other for other in self._unstored if other is not pending]
             pending.index = len(self.scored_calls)
             self.scored_calls.append(
@@ -435,6 +439,7 @@ class CallWriter:
     async def flush(self) -> None:
         """Wait until every queued call is stored. Raises the error of a write."""
         if self._queue:
+            # Shield the writer: a cancelled trajectory still stores what is queued, in ``__aexit__``.
             await asyncio.shield(self._start())
         self._check()
 
@@ -471,6 +476,7 @@ class CallWriter:
             while self._queue:
                 calls = [call.document() for call in self._queue]
                 await self._store.model_calls.add(self._claim, *calls)
+                # Take calls off the queue once they are stored: to ``flush``, an empty one means all are.
                 for _ in calls:
                     self._queue.popleft()
                 self._written.set()

@@ -147,6 +147,7 @@ class Worker:
         return self.stop.is_set()
 
     async def _run_trajectory(self, claim: Claim, clock: Clock) -> tuple[Rollout, Outcome]:
+        # Create the Record before anything can fail: it is where the failure is stored.
         await self.store.records.create(claim)
         name = claim.task.agent_name or self.agent.agent_name
         agent = await self._import(claim.task, name)
@@ -192,8 +193,10 @@ class Worker:
                 lambda: stack.enter_async_context(self.tools.session(TrajectoryInfo.of(claim), environment))
             )
             if environment is not None:
+                # Record the success: ``hold`` records only those of calls that have failed before.
                 self.outages.breaker(environment.dependency).succeeded()
             tools = HeldTools(session, self.outages, clock)
+            # Spare first attempts the query: only an earlier one can have left tokens.
             partial = await self.store.records.latest_partial(claim) if claim.attempt > 1 else None
             engine = await stack.enter_async_context(
                 self.router.session(claim.record_id, claim.task.id, partial, clock.stopped)
@@ -216,6 +219,7 @@ class Worker:
         try:
             yield
         except (asyncio.CancelledError, FailureError) as error:
+            # Keep nothing of a failed attempt: the next one must be another sample, not its continuation.
             is_over = isinstance(error, FailureError) and error.outage is None
             if engine.partial is not None and not is_over:
                 with suppress(StoreError, TimeoutError):  # the next attempt then begins without them

@@ -118,6 +118,7 @@ def extract_answer(text: str, schema: str) -> str | None:
         line = _bare(lines[-1]) if lines else None
         return line if line is None or schema == LINE else amount(line)
     tag = re.escape(schema)
+    # Match no opening tag inside: one that is never closed would swallow the answer behind it.
     matches = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", spoken, re.DOTALL)
     return matches[-1].strip() if matches else None
 
@@ -162,6 +163,7 @@ def require_readable(task: Task) -> None:
                 " scorer out, and a judge decides by the question alone"
             )
         problems = [_unreadable(gold, task.answer_schema, name, likenesses[name]) for gold in golds]
+        # Let one readable answer do: the others are alternatives, any of which may be given.
         if all(problems):
             raise BadTaskError(f"scorer {name} cannot read the answer: {problems[0]}")
 

@@ -286,6 +286,7 @@ def estimate(name: str, rewards: Sequence[float]) -> list[float]:
             hint="score the group again by a scorer with smaller scores: agentrl db rescore",
         )
     what = f"advantage estimator {name}"
+    # Read the values inside of contain_call: an estimator may return a generator that raises.
     values = contain_call(lambda: _checked(what, estimator(rewards)), what, GroupError)
     if len(values) != len(rewards):
         raise GroupError(
@@ -318,6 +319,7 @@ def _checked(what: str, values: Any) -> list[float]:
             raise GroupError(
                 f"{what} returned {describe(value)}, which is not a finite number", hint=_ADVANTAGES_HINT
             )
+        # Refuse what training cannot square: float32 ends at 3.4e38, and _LARGEST squared is 1.6e37.
         if abs(value) > _LARGEST:
             raise GroupError(
                 f"{what} returned {describe(value)}, which is beyond ±{_LARGEST:g}", hint=_ADVANTAGES_HINT
@@ -407,6 +409,7 @@ def dropped_by_filter(name: str, task: Task, records: Sequence[Record]) -> dict[
 def _view(task: Task, records: Sequence[Record]) -> ScoredGroup:
     return ScoredGroup(
         task=task.id, task_id=task.task_id, split=task.split, epoch=task.epoch, query=task.query,
+        # Copy: what a filter changes in its task must not reach what is stored.
         answer=copy.deepcopy(task.answer), meta=copy.deepcopy(task.meta),
         trajectories=tuple(
             ScoredTrajectory(
@@ -423,6 +426,7 @@ def _view(task: Task, records: Sequence[Record]) -> ScoredGroup:
 def _reasons(what: str, result: Any, ids: Sequence[str]) -> dict[str, str]:
     """Return {id: reason} of a filter's result. Raises GroupError for a malformed one."""
     if inspect.iscoroutine(result):
+        # Close it: Python would warn of a coroutine that was never awaited.
         result.close()
         raise GroupError(f"{what} is async", hint="write a plain function: def, not async def")
     if not isinstance(result, (Mapping, list, tuple, set, frozenset)):
@@ -440,6 +444,7 @@ def _reasons(what: str, result: Any, ids: Sequence[str]) -> dict[str, str]:
 def _reason(what: str, key: str, reason: Any) -> str:
     if not isinstance(reason, str) or not reason.strip():
         raise GroupError(f"{what} drops {key} for the reason {describe(reason)}", hint=_HINT)
+    # Replace lone surrogates: BSON holds UTF-8 only, and the whole group could not be stored.
     return str(replace_surrogates(reason))[:_REASON_CHARS]
 
 
@@ -510,6 +515,7 @@ def recorded_decisions(records: Sequence[Record]) -> list[Decision]:
 
 def rules_of(rules: Mapping[str, Any]) -> GroupConfig:
     """Return the flags stored in ``Task.group.rules``; missing ones have their defaults."""
+    # Skip unknown keys: rules stored by another version may have other flags.
     known = {field.name for field in fields(GroupConfig)}
     return GroupConfig(**{key: value for key, value in rules.items() if key in known})
 
@@ -590,6 +596,7 @@ def _balance(records: Sequence[Record], config: GroupConfig, rng: random.Random)
     right = [r for r in records if r.id not in dropped and _is_right(r, config)]
     smaller = min(len(wrong), len(right))
     for side, kept in ((wrong, smaller + 1), (right, smaller + 2)):
+        # Draw from the group's own generator: whoever decides the group again drops the same ones.
         surplus = rng.sample(side, max(0, len(side) - kept))
         dropped.update({record.id: "more of its kind than balance_sample keeps" for record in surplus})
     return dropped

@@ -143,6 +143,7 @@ def _scorer_of(extension: Any) -> Any:
         raise TypeError(f"it is of type {type(extension).__name__}, which cannot be called")
     try:
         parameters = inspect.signature(extension).parameters.values()
+    # Take built-ins as they are: inspect finds no signature for some.
     except ValueError:
         return extension
     positional = [
@@ -255,6 +256,7 @@ async def run_scorer(name: str, context: ScorerContext, timeout: float) -> Score
         try:
             result = _weighted(weights, dict(zip(weights, await asyncio.gather(*tasks), strict=True)))
         finally:
+            # End the others: gather leaves them running when one of them fails.
             await end_tasks(*tasks)
     return _finished(name, result, context)
 
@@ -286,6 +288,7 @@ def _finished(name: str, result: ScoreResult, context: ScorerContext) -> ScoreRe
     own_rewards = None if result.turn_rewards is None else list(result.turn_rewards)
     rewards = stored_turn_rewards(own_rewards, [call.tool_rewards for call in context.calls])
     roles = stored_role_rewards(result.role_rewards, [call.role for call in context.calls])
+    # Drop these keys from a scorer's details: they would be read as rewards that nobody has checked.
     reserved = (TURN_REWARDS, ROLE_REWARDS, CALL_ROLES)
     own = {key: value for key, value in result.details.items() if key not in reserved}
     details = {**own, **rewards, **roles, "scorer": name}
@@ -331,6 +334,7 @@ def _trace(span: Span, name: str, result: ScoreResult) -> None:
 def _blocks(function: Scorer) -> bool:
     if isinstance(function, AnswerScorer):
         return _blocks(function.function)
+    # Look at `__call__` too: an instance whose `__call__` is async is no coroutine function itself.
     is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
     return not is_async or getattr(function, _BLOCKING, False)
 

@@ -192,6 +192,7 @@ class CallGate:
         """Wait for a slot of ``tool``, first come, first served, and hold it; yield the tool's limits."""
         limits = self.limits(tool)
         gate = self._tools.setdefault(tool, _ToolGate(limits))
+        # Take the tool's slot first, or calls that queue for one tool would hold the slots of the others.
         async with gate.slots, self._server:
             await gate.wait()
             yield limits
@@ -213,6 +214,7 @@ class _ToolGate:
             return
         now = asyncio.get_running_loop().time()
         start = max(self._next, now - (self._burst - 1) * self._interval)
+        # Book the start before sleeping, or calls that wait together would all start at once.
         self._next = start + self._interval
         await asyncio.sleep(max(start - now, 0.0))
 
@@ -242,12 +244,14 @@ def redact_secrets(text: str, spec: StdioSpec | HttpSpec | ManagerSpec) -> str:
     parts = urlsplit(spec.url)
     secrets = [*parts.netloc.rpartition("@")[0].split(":"), *(value for _, value in parse_qsl(parts.query))]
     secrets += [part for part in parts.path.split("/") if _TOKEN_PART.fullmatch(part)]
+    # Hide every spelling: errors repeat a URL with or without its percent signs.
     secrets = [form for value in secrets for form in (value, unquote(value), quote(value, safe=""))]
     secrets += [part for value in spec.headers.values() for part in (value, value.rpartition(" ")[2])]
     return _hide(text.replace(spec.url, redact_url(spec.url)), secrets)
 
 
 def _hide(text: str, secrets: Iterable[str]) -> str:
+    # Begin with the longest: replacing a secret inside another would leave the rest of that in view.
     for secret in sorted(set(secrets), key=len, reverse=True):
         if len(secret) >= _SHORTEST:
             text = text.replace(secret, HIDDEN)
@@ -373,12 +377,14 @@ def _foreign(file: SettingsFile, key: str, name: str, entry: Any) -> McpSpec | N
         return _own(file, key, name, entry)
     if entry.get("disabled") is True or entry.get("enabled") is False:
         return None
+    # Leave `tools` out: other clients list names there, such as ["*"], and ours maps names to limits.
     own = {each: value for each, value in entry.items() if each in _OWN | _OPTIONS and each != "tools"}
     url = next((entry[each] for each in ("url", "httpUrl", "serverUrl") if each in entry), None)
     if url is not None:
         own["url"] = url
     if "type" in entry:
         own["transport"] = entry["type"]
+    # Drop `type: stdio`, which other clients write beside a command: only URLs have a transport here.
     if "command" in own:
         own.pop("transport", None)
     return _own(file, key, name, own)

@@ -57,6 +57,7 @@ class ToolNames:
         servers_with = Counter(tool for _, tool in own)
         self._shared = {tool for tool, count in servers_with.items() if count > 1}
         self._offered: dict[tuple[str, str], str] = {}
+        # Name safe ones first, so that no renamed tool takes their names; sort for the same names everywhere.
         for server, tool in sorted(own, key=lambda of: (not _SAFE.fullmatch(self._plain(*of)), of)):
             self.offered(server, tool)
 
@@ -110,6 +111,7 @@ class ToolSession:
             async with task_group() as opening:
                 for name, session in self._sessions.items():
                     opening.create_task(_open(name, session))
+        # Close what has opened: ``__aexit__`` is not called if ``__aenter__`` raises.
         except BaseException:
             await self.close()
             raise
@@ -138,6 +140,7 @@ class ToolSession:
             return ToolResult(text=text, error=True, seconds=0.0, server="")
         server, tool = target
         async with self._slots:
+            # Start the clock in the slot: the tool's seconds do not hold the wait for other tools.
             start = time.monotonic()
             with outages_of(server):
                 reply = await self._sessions[server].call(tool, arguments)
@@ -145,6 +148,7 @@ class ToolSession:
         if reply.reward is not None:
             self._call_rewards.setdefault(name, []).append(reply.reward)
         text, condensed = reply.text, None
+        # Condense outside of the slot: it waits for a model while other tools could run.
         if self._condense is not None and not reply.error:
             condensed = await self._condense(name, arguments, text)
             if condensed is not None and condensed.result is not None:

@@ -84,6 +84,7 @@ class StdioProcess:
         if self._process is None or self._process.returncode is not None:
             return False
         with contextlib.suppress(ChildProcessError):
+            # Ask the kernel: asyncio learns of an exit later, and needs the status that WNOWAIT leaves.
             seen = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             return seen is None
         return False
@@ -123,6 +124,7 @@ class StdioProcess:
             env=get_default_environment() | dict(spec.env),
             cwd=spec.cwd,
             limit=_CHUNK,
+            # Start a group of its own: `_end` reaches children by it, and Ctrl-C at a terminal does not.
             start_new_session=True,
         )
         received, read = anyio.create_memory_object_stream[Any](0)
@@ -180,6 +182,7 @@ class StdioProcess:
             async with to_send:
                 async for item in to_send:
                     text = item.message.model_dump_json(by_alias=True, exclude_unset=True)
+                    # Pass lone surrogates: an error here would end the writer, and the connection with it.
                     process.stdin.write(text.encode("utf-8", "surrogatepass") + b"\n")
                     await process.stdin.drain()
         except OSError:
@@ -448,6 +451,7 @@ async def list_tools(client: Client, spec: McpSpec) -> Listed:
 async def _pages(method: Callable[..., Awaitable[Any]], name: str) -> AsyncIterator[Any]:
     """Yield the items ``name`` of each page that a listing method returns."""
     cursor: str | None = None
+    # Bound the pages: a server may return a next cursor for ever.
     for _ in range(_MAX_PAGES):
         page = await method(cursor=cursor)
         for item in getattr(page, name):
@@ -570,6 +574,7 @@ class McpConnection:
         self._owner = asyncio.create_task(self._own(), name=f"mcp-{self._spec.name}")
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
+                # Shield the future: a time-out would cancel it, and the owner's set_result would raise.
                 await asyncio.shield(self._ready)
         except TimeoutError as error:
             await self.close()
@@ -591,6 +596,7 @@ class McpConnection:
             for task in pending:
                 task.cancel()
         if self._ready.done() and not self._ready.cancelled():
+            # Look at the error: asyncio would log one that nobody has retrieved.
             self._ready.exception()
 
     async def retire(self) -> None:
@@ -621,6 +627,7 @@ class McpConnection:
         if client is None or not self.alive:
             raise LostError(self._words("the connection is closed"), sent=False, whole=True)
         try:
+            # Nest them as deeply as a request does: pydantic bounds the depth of the whole message.
             to_json([[[[[arguments]]]]])
         except ValueError as error:  # the SDK's writer ends with it, and the connection with the writer
             return Reply(text=f"{tool} was not called: its arguments cannot be sent: {error}", error=True)
@@ -780,12 +787,14 @@ async def _call_tool(
     async with asyncio.timeout(silence) as timeout:
 
         async def extend(progress: float, total: float | None, message: str | None) -> None:
+            # Spare a time-out that is over: rescheduling it raises RuntimeError.
             if not timeout.expired():
                 timeout.reschedule(min(loop.time() + silence, latest))
 
         return await client.call_tool(
             tool,
             dict(arguments),
+            # Let the SDK's time-out come last: ours is the one that progress restarts.
             read_timeout_seconds=longest + _GRACE_SECONDS,
             progress_callback=extend,
             meta=dict(meta),  # type: ignore[arg-type]  # any key is allowed

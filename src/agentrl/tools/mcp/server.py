@@ -63,6 +63,7 @@ class McpServer(ToolServer, ABC):
         self.gate = CallGate(self.options, base, connections=self._connections)
         own = (limits.over(base) for limits in (self.options.limits, *self.options.tools.values()))
         longest = max(max(each.timeout_seconds or 0.0, each.max_seconds or 0.0) for each in (base, *own))
+        # Let HTTP wait longer than a call may be silent: the call's own limit must be what ends it.
         self._read_seconds = longest + 10.0
         is_process = isinstance(spec, StdioSpec)
         self._slots = asyncio.Semaphore(_PARALLEL_STARTS if is_process else self._connections)
@@ -304,6 +305,7 @@ class SharedServer(McpServer):
             return self._connection
         if self._opening is None:
             self._opening = asyncio.create_task(self._reopen(), name=f"connect-{self.name}")
+        # Shield the attempt: all callers share it, and one that is cancelled must not end it.
         opened = await asyncio.shield(self._opening)
         if isinstance(opened, ToolServerError):
             raise opened
@@ -311,6 +313,7 @@ class SharedServer(McpServer):
 
     def lost(self, connection: McpConnection, why: str, *, session: bool = False) -> None:
         """Give up a connection; the next call opens a new one."""
+        # Leave a newer connection alone: every call in flight reports the loss of the old one.
         if self._connection is not connection:
             return
         self._schemas = self.schemas
@@ -345,6 +348,7 @@ class SharedServer(McpServer):
                 self.later(stale.close())
             self._connection = await self.connect()
             return self._connection
+        # Return the error: if all callers are cancelled, asyncio would log a raised one as never retrieved.
         except ToolServerError as error:
             return error
         finally:
@@ -386,6 +390,7 @@ class SharedSession(McpSession):
                 self._used = connection
                 return reply
             except TimeoutError:
+                # Test in the background: the model need not wait, and other calls may still be answered.
                 self._server.suspect(connection)
                 return timed_out(tool, limits.timeout_seconds, lost=True)
             except RefusedError as refused:
@@ -547,6 +552,7 @@ class DedicatedSession(McpSession):
                 raise
             except TimeoutError:
                 self._has_abandoned = True
+                # Ask before replacing it: a slow tool is no lost server, whose state would go with it.
                 if not await connection.answers():
                     self._lose(connection, "it did not answer a call, nor a list of its tools")
                 return self._noted(timed_out(tool, limits.timeout_seconds))
@@ -567,6 +573,7 @@ class DedicatedSession(McpSession):
 
     async def close(self) -> None:
         """Run the teardown hooks and give the connection back. Idempotent."""
+        # Wait for a call that is taking a connection: nobody would give that one back.
         async with self._taking:
             connection, self._connection = self._connection, None
         if connection is None:
@@ -584,6 +591,7 @@ class DedicatedSession(McpSession):
         Raises SessionLostError if a server behind HTTP has ended it, with the trajectory's state. That a
         process has ended is told to the model instead: the trajectory's own calls may be the reason.
         """
+        # Take one at a time: parallel first calls would each get a process, with a state of its own.
         async with self._taking:
             if self._connection is not None and not self._connection.alive:
                 ended, why = self._connection, "it ended between two calls"
