@@ -1,6 +1,6 @@
 """Train the trajectories that the test of an example sampled, by a real trainer in a process of its own.
 
-Such a test has ``starts_warm``: the trainer starts in 0.1 s.
+It starts in 0.1 s where the test has ``starts_warm``.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.usefixtures("starts_warm")]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 FOLDER = ROOT / "assets" / "examples" / "openai_agents"
 SMALL = (
