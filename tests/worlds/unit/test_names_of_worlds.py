@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 import pytest
-from agentrl.worlds.containers.container import CONTAINERS
 
 from agentrl.base.registry import Registry
 from agentrl.documents.task_file import TASK_FORMATS
@@ -17,6 +16,7 @@ from agentrl.rollout.agents import AGENTS, GRAPH_RUNNERS
 from agentrl.scoring.scorers import SCORERS
 from agentrl.tools.config import SERVER_SANDBOXES
 from agentrl.tools.python import TOOLS
+from agentrl.worlds.containers.container import CONTAINERS
 
 
 @pytest.mark.parametrize(
