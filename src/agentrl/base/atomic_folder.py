@@ -118,6 +118,7 @@ def _remove_scratch_of_ended(root: Path) -> None:
 def _is_abandoned(folder: Path) -> bool:
     owner = owner_of(folder.name)
     if owner is not None:
+        # Take this process's own for abandoned: it has not begun to write there again.
         return owner == identify(os.getpid()) or has_ended(owner)
     try:
         changed = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
@@ -134,11 +135,13 @@ def _temporary_name(name: str) -> str:
 def _replace(temporary: Path, target: Path) -> None:
     if target.exists():
         discarded = target.parent / _temporary_name(f"old-{target.name}")
+        # Move it away: renaming replaces no folder that holds files.
         target.rename(discarded)
         temporary.rename(target)
         discard_folder(discarded)
     else:
         temporary.rename(target)
+    # Flush the parent: the new name is an entry of it.
     _flush(target.parent)
 
 

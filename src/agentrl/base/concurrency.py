@@ -135,6 +135,7 @@ class Deadline:
             self._timeout = None
 
     def _reschedule(self) -> None:
+        # Leave an expired one: asyncio raises RuntimeError if its time is changed.
         if self._timeout is None or self._timeout.expired():
             return
         loop = asyncio.get_running_loop()
@@ -172,7 +173,9 @@ async def background(*jobs: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
         yield
     except BaseException as error:  # noqa: BLE001  raised again below, unless that of a job comes first
         raised = error
+    # Ignore failures from here on: the owner waits for the jobs to end, and must not be cancelled.
     is_open = False
+    # Take back the one cancellation of ``ended``; one by the caller stays.
     is_interrupted = bool(failures) and owner.uncancel() <= earlier_cancellations
     await _end(tasks)
     failures += [each for each in map(_error_of, tasks) if each is not None and each not in failures]
@@ -306,6 +309,7 @@ class Threads:
         self.kind = kind
         self._running = running
         self._hung_limit = hung
+        # Keep one for each loop: a semaphore belongs to the loop in which it first waited.
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._idle: list[_Thread] = []
         self._hung = 0
@@ -329,6 +333,7 @@ class Threads:
             is_over = is_hung = False
 
             def settle(value: Any, error: BaseException | None) -> None:
+                # Drop it: the caller was cancelled meanwhile, and a future is settled once.
                 if result.done():
                     return
                 if error is None:
@@ -361,6 +366,7 @@ class Threads:
         """Begin to ``run`` a function, as an Executor does. Call it in a running event loop."""
         given: Future[Any] = Future()
         task = asyncio.create_task(self.run(function, *arguments, **named))
+        # Cancel with ``given``, which is all that asyncio knows; a task that has ended ignores it.
         given.add_done_callback(lambda _: task.cancel())
 
         def settle(task: asyncio.Task[Any]) -> None:
@@ -419,6 +425,7 @@ class _Thread(threading.Thread):
             del call, deliver, value, failure  # an idle thread keeps nothing alive
 
 
+# Inherit from it: asyncio takes no other class for its default executor.
 class _DefaultExecutor(ThreadPoolExecutor):
     """asyncio's default executor, except that functions of a block in ``asyncios`` run in its Threads."""
 

@@ -89,6 +89,7 @@ class DeviceLease:
             self.release()
             raise
         finally:
+            # Withdraw the wish, granted or not: the holder's next turn would end at once.
             for wanted in self._wanted if urgent else ():
                 fcntl.flock(wanted, fcntl.LOCK_UN)
         holder = json.dumps({"owner": self._owner, "pid": os.getpid()}).encode()
@@ -143,6 +144,7 @@ def _try_lock(lock: int, kind: int, unless_wanted: int | None = None) -> bool:
 
 
 def _is_free(lock: int) -> bool:
+    # Share the look: two that look at once would take each other for a waiting trainer.
     if not _try_lock(lock, fcntl.LOCK_SH):
         return False
     fcntl.flock(lock, fcntl.LOCK_UN)

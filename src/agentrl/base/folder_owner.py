@@ -135,6 +135,7 @@ def claim(folder: Path, owner: Owner, flag: str) -> None:
 def _create(temporary: Path, path: Path) -> None:
     """Make ``path`` with the content of ``temporary``. Raises FileExistsError: one of several wins."""
     try:
+        # Link it: the name appears with its whole content, and others read it at once.
         os.link(temporary, path)
     except FileExistsError:
         raise
@@ -162,6 +163,7 @@ def confirm(folder: Path, owner: Owner) -> None:
 
 def hand_over(folder: Path, id: str, run_name: str) -> None:
     """Write the new name of the run with ``id`` into its owner files in ``folder``. Raises OSError."""
+    # List them first: files are replaced in the folders that are searched.
     for place, owner in list(owners_in(folder)):
         if owner.id == id:
             replace_file(place / OWNER_FILE, replace(owner, run=run_name).to_json())
@@ -204,6 +206,7 @@ def hold_cache(folder: Path, owner: Owner, flag: str) -> None:
     key = (folder.resolve(), owner)
     if key in _held_caches:
         return
+    # Follow no link: the file is cut to nothing below, and a link may point to anybody's.
     lock = os.open(folder / _CACHE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         with contextlib.suppress(BlockingIOError):  # others use the folder

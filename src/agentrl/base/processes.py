@@ -101,6 +101,7 @@ def start_child(
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGHUP if is_guarded else signal.SIGTERM)
+        # Look again: a parent that ended before prctl causes no signal any more.
         if os.getppid() != parent:
             os._exit(1)
 
@@ -185,6 +186,7 @@ def free_port(*wanted: int) -> int:
     """Return the first port of ``wanted`` that is free on the loopback interface, else any free one."""
     for port in (*wanted, 0):
         with socket.socket() as probe:
+            # Count a port in TIME_WAIT as free: servers set this option, too.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
@@ -288,6 +290,7 @@ def has_ended(process: ProcessIdentity) -> bool:
     started = start_ticks(process.pid)
     if started is not None:
         return started != process.started
+    # Ask the kernel too: /proc may hide the processes of other users.
     try:
         os.kill(process.pid, 0)
     except ProcessLookupError:
@@ -345,6 +348,7 @@ def _is_zombie(pid: int) -> bool:
 def _stat(pid: int) -> list[str] | None:
     """Return the fields of ``/proc/PID/stat`` after the command's name; the first is the state."""
     try:
+        # Split behind the last bracket: a process may have brackets and spaces in its name.
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return None
@@ -528,6 +532,7 @@ class _ProcessTree:
     def running(self) -> set[int]:
         """Return the ids of the running processes, including those whose parent has ended."""
         ended = {process.pid for process in self._processes if process.poll() is not None}
+        # Leave out what has ended: its pid may be that of a stranger by now.
         self._known = process_tree(self._known - ended, self._mark)
         return self._known
 

@@ -22,6 +22,7 @@ def import_modules(names: Iterable[str]) -> None:
     for name in names:
         try:
             importlib.import_module(name)
+        # Catch SystemExit too: a script without a guard around its main part exits when imported.
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"the module {name!r} (--import_modules) cannot be imported: {type(error).__name__}: {error}",
@@ -124,6 +125,7 @@ class Registry(Generic[T]):
                 if error.name != wing:
                     raise
                 self._absent.add(wing)
+        # Forget them only now: an import that fails is tried, and reported, at the next look-up too.
         self._built_in = ()
 
     def _import(self, name: str, load: Callable[[], Any]) -> T:

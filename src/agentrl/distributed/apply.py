@@ -61,6 +61,7 @@ def split_layers(model: Any, mesh: Mesh) -> None:
             # exactness suite's gradient norm is then 4.5 times what it should be.
             mark_partial(module)
     apply_tensor_parallelism(model, mesh.dense["tp"], styles)
+    # Tie again: the split gave the embedding another parameter, and the head still has the whole one.
     if is_tied:
         head.weight = embedding.weight
 
@@ -137,8 +138,10 @@ def parallelize(
     than its layers in sequence where stages need that.
     """
     layout, policy = mesh.layout, None if precision is None else precision.policy
+    # Choose before the split, after which a rank sees only its part of the bytes.
     reduction = choose_reduction(reduction, model, layout)
     stages = assign_model_layers(model, layout.pp) if layout.pp > 1 else None
+    # Check everything before the first change: a model that is refused stays whole.
     if layout.cp > 1:
         check_context(model, max_tokens)
     check_experts(model, layout)
@@ -278,6 +281,7 @@ class PipelineModel(ParallelModel):
             )
             if tensor is not None and 0 <= peer < self._stages
         ]
+        # Start all at once: two stages that both sent first would wait for each other.
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
         return arriving, returning

@@ -50,6 +50,7 @@ def shard_root(root: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy | None)
         root, mesh=mesh.shards, mp_policy=policy or MixedPrecisionPolicy(), reshard_after_forward=is_frozen
     )
     for module in _sharded(root):
+        # Force a plain sum: for a divisor of 1 torch takes PREMUL_SUM, which gloo does not have.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
 
@@ -112,6 +113,7 @@ def _clear(root: nn.Module) -> None:
         root.reset_iter_state()
     for module in root.modules():
         if isinstance(module, FSDPModule):
+            # Gather first: gradients that are not reduced yet are those of the gathered parameters.
             module.unshard()
             module.zero_grad()
             module.reshard()

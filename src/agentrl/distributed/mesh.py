@@ -151,6 +151,7 @@ def _join(timeout: datetime.timedelta) -> World:
     if state.num_processes == 1:
         return World(device)
     commands = dist.new_group(backend="gloo", timeout=_COMMAND_TIMEOUT)
+    # Make one for each thread: collectives of two threads in one group would meet each other's.
     versions, checkpoints = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     logger.info("rank %d of %d on %s", state.process_index, state.num_processes, device)
     return World(device, state.process_index, state.num_processes, commands, (versions, checkpoints))
@@ -346,6 +347,7 @@ def build_mesh(layout: Layout, device_type: str, *, single: bool = False) -> Mes
     """
     if layout.world == 1 and not single:
         return Mesh()
+    # Derive all from one mesh: FSDP2 joins its own with that of a DTensor, and both need one origin.
     world = init_device_mesh(device_type, (layout.world,), mesh_dim_names=("world",))
     stages, replicas = layout.pp, layout.dp_replicate
     return Mesh(

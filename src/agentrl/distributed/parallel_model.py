@@ -78,6 +78,7 @@ class ParallelModel(nn.Module):
 
         Call it under ``torch.no_grad``.
         """
+        # Ask for no divergence: it would be a third result, which the loss alone reads.
         return [self(forest, replace(options, divergence=False)) for forest in forests]
 
     def forward_backward(
@@ -128,6 +129,7 @@ class ParallelModel(nn.Module):
         else:
             hidden = run_stage(self.executor, forest, received)
         if not self.mesh.is_last_stage:
+            # Copy if need be: only contiguous tensors can be sent.
             return hidden.contiguous()
         if self._context is not None:
             return self._context.logprobs(hidden, self._head(), forest, options)

@@ -39,6 +39,7 @@ def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
         return result
     weighting = weigh(batch, settings)
     masked = weighting.masked | out_of_bound(batch, settings) | batch.is_extreme
+    # Select, do not multiply by the mask: a masked loss may be infinite, and 0 · inf is NaN.
     losses = torch.where(masked, 0.0, result.losses * weighting.weight)
     if settings.distill_coef and DIVERGENCE in batch.columns:
         losses = losses + settings.distill_coef * batch.columns[DIVERGENCE]
@@ -357,6 +358,7 @@ def measure(batch: TokenBatch, result: TokenLosses, entropy: Tensor) -> Tensor:
     capped = torch.zeros_like(mask) if result.capped is None else result.capped
     sums = [
         mask.double().sum(),
+        # Append a 0: a micro-batch may have no token, and max() of nothing raises.
         *(
             torch.cat([torch.where(mask, each.double(), 0.0), ratio.new_zeros(1)]).max()
             for each in (ratio, result.ratio)

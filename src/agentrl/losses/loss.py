@@ -172,6 +172,7 @@ class TokenBatch:
         if self.compared is None:
             raise ValueError("the batch has no compared trajectories")
         number = self.compared.number[self.row]
+        # Subtract it from itself: the value is 0, and the gradient that of the logprobs.
         change = self.logprobs.float() - self.logprobs.detach().float()
         return value[number] / self.trajectory_tokens + slope[number] * change
 
@@ -192,6 +193,7 @@ class TokenLosses:
     """bool[T]: a correction capped the token's weight; None: no correction caps."""
 
     def __post_init__(self) -> None:
+        # Import it here: samplers and --help read the flags of losses without torch.
         import torch
 
         losses = self.losses.detach()

@@ -35,6 +35,7 @@ class LossSettings(LossConfig):
 
     def __post_init__(self) -> None:
         loss = self.loss
+        # Fill in first: the checks of LossConfig compare flags with each other.
         for name, value in loss.defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -42,6 +43,7 @@ class LossSettings(LossConfig):
         plain = {
             name: value for name, value in _own_arguments(loss, self.arguments).items() if _is_json(value)
         }
+        # Write all of them in one order: a later start compares them with what the run has stored.
         object.__setattr__(self, "loss_args", json.dumps(plain, sort_keys=True))
         _check_flags_are_read(self)
         loss.check(self)
@@ -68,6 +70,7 @@ class LossSettings(LossConfig):
         if not settings.loss.from_policy or settings.loss.compares_behavior:
             return settings
         corrected = cls(**{**dataclasses.asdict(config), **FOR_QUANTIZED})
+        # Count no more mini-batches than groups: each holds whole groups.
         updates = optim.num_epochs_per_batch * min(optim.mini_batches, training.groups_per_step)
         return settings if unclipped_flags(configs.given, corrected, updates) else corrected
 
@@ -179,6 +182,7 @@ def _check_type(name: str, value: Any, default: Any) -> None:
     if default is None or default is inspect.Parameter.empty:
         return
     expected = (int, float) if isinstance(default, float) else type(default)
+    # Look for bool by itself: isinstance takes True for an int.
     if not isinstance(value, expected) or (isinstance(value, bool) and not isinstance(default, bool)):
         raise ConfigError(
             f"--loss_args has {name!r} = {value!r}, of type {type(value).__name__}",

@@ -143,6 +143,7 @@ def product_seconds(device: torch.device, rows: int, width: int, dtype: torch.dt
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         now = time.perf_counter()
+        # Keep the fastest: other work on the machine only makes a product slower.
         best = min(best, now - begun)
         if now - started > _PRODUCT_SECONDS:
             return best
@@ -270,6 +271,7 @@ class Backward:
             return cls(head=has_trained_head)
         embedding = getattr(model.get_input_embeddings(), "weight", None)
         lowest = next((index for index, size in enumerate(trained) if size), len(layers))
+        # Go down to the first layer: the embedding's gradient passes all of them.
         if embedding is not None and embedding.requires_grad:
             lowest = 0
         return cls(inputs=sum(sizes[lowest:]) / total, weights=sum(trained) / total, head=has_trained_head)

@@ -73,6 +73,7 @@ def reverse_kl(
     def summed(values: Tensor) -> Tensor:
         return values.new_zeros(len(top)).index_add(0, row, values)
 
+    # Bound it: rounding may add the known shares up to 1, and a rest of 0 has no logarithm.
     rest, teacher_rest = ((1 - summed(each)).clamp(min=_LEAST) for each in (share, wanted.exp()))
     has_any = torch.from_numpy(top.ids.counts > 0).to(device)
     return torch.where(has_any, summed(share * (found - wanted)) + rest * (rest / teacher_rest).log(), 0.0)
@@ -124,6 +125,7 @@ class _ChosenProducts(torch.autograd.Function):
             part = (hidden[place[here]].float() * weight[row].float()).sum(-1)
             if bias is not None:
                 part += bias[row].float()
+            # Leave 0 for rows of other ranks, which the sum below adds.
             products[here] = part * is_own
         if head.group is not None:
             distributed.all_reduce(products, distributed.ReduceOp.SUM, head.group)
@@ -338,6 +340,7 @@ def _cut_vocabulary(model: Any) -> None:
     is_tied = head.weight is embedding.weight
     size = min(_VOCABULARY, embedding.num_embeddings)
     embedding.weight = nn.Parameter(embedding.weight[:size])
+    # Drop the padding id: torch refuses one beyond the rows that are left.
     embedding.num_embeddings, embedding.padding_idx = size, None
     head.weight = embedding.weight if is_tied else nn.Parameter(head.weight[:size])
     head.out_features = size
@@ -372,6 +375,7 @@ def check_output_head(model: nn.Module, hidden: Tensor, logits: Tensor) -> None:
     blocks = Projection(head, DEFAULT_VOCAB_CHUNK).blocks(hidden, 1.0)  # each block overwrites the last
     ours = torch.cat([block.clone() for _, block in blocks], -1)
     error = float((ours - logits.float()).abs().max())
+    # Negate <=, so that NaN is refused too.
     if not error <= _TOLERANCE * max(1.0, float(logits.abs().max())):
         raise ModelError(
             f"the logits of {type(model).__name__} differ by {error:.3g} from its linear head's",

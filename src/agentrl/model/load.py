@@ -216,6 +216,7 @@ def disable_dropout(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        # Set these too: attention passes them to a function, without a Dropout module.
         for name in ("attention_dropout", "attn_dropout"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
@@ -244,6 +245,7 @@ def load_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> PreTrai
 
 def empty_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return what ``load_model`` does, on the meta device: without reading weights."""
+    # Keep linspace off the meta device: models' own code may call .item() on its result.
     with _explained(folder), torch.device("meta"), meta_device_safe_creation_ops():
         found = AutoConfig.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code)
         model = _model_class(folder).from_config(
@@ -254,6 +256,7 @@ def empty_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> PreTra
         if any(re.search(pattern.replace("*", ".*"), name) for pattern in kept):
             tensor.data = tensor.data.float()
     with _explained(folder):
+        # Read it as from_pretrained does and from_config does not: versions are published with it.
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(str(folder))
         else:
@@ -347,5 +350,6 @@ def compute_buffers(model: Any, loaded: Iterable[Tensor]) -> None:
     Parameters, and the tensors of ``loaded``, keep their values.
     """
     for tensor in (*model.parameters(), *loaded):
+        # Mark what has values: initialize_weights passes it over.
         tensor._is_hf_initialized = True
     model.initialize_weights()

@@ -76,6 +76,7 @@ class Projection:
     def _block(self, states: Tensor, divisor: Tensor | float, here: slice) -> Tensor:
         head, weight = self._head, self._head.weight[here]
         if states.is_cuda and states.dtype == weight.dtype != torch.float32:
+            # Multiply 16-bit numbers and add in float32, on tensor cores; ``out_dtype`` exists on CUDA alone.
             logits = torch.mm(states, weight.T, out_dtype=torch.float32)
         else:
             logits = torch.mm(states.float(), weight.float().T, out=self._block_buffer(states, here))
@@ -284,6 +285,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logprobs[here], entropy[here], normalizer[here] = softmax.results()
         ctx.save_for_backward(hidden, weight, bias, parent, target_ids, normalizer, entropy)
         ctx.others = (head.scale, head.softcap, head.group, head.first, divisor, kept, sizes)
+        # Keep None for an output without use: zeros would cost the backward of the entropy.
         ctx.set_materialize_grads(False)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -297,6 +299,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         upstream = _Upstream.of(grads, scale / divisor, divisor, normalizer, entropy)
         needs = ctx.needs_input_grad
         grad_hidden = torch.zeros_like(hidden) if needs[0] else None
+        # Add up in float32: bfloat16 would round after each of many chunks.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs[2] else None
         projection = Projection(head, sizes[1])
@@ -315,6 +318,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 if grad_bias is not None:
                     grad_bias[columns] += logits.sum(0)
             if grad_hidden is not None:
+                # Accumulate: where branches begin, one position predicts several tokens.
                 grad_hidden.index_put_((parent[here],), grad_states.to(hidden.dtype), accumulate=True)
         if grad_hidden is not None and group is not None:
             distributed.all_reduce(grad_hidden, distributed.ReduceOp.SUM, group)
@@ -371,6 +375,7 @@ def _to_gradient(logits: Tensor, head: OutputHead, upstream: _Upstream, target: 
         stripe, here = logits[rows], upstream.rows(rows)
         capped = None
         if head.softcap is not None:
+            # Clamp: an excluded id's −1e30 squared is infinite, and times its share of 0 it is NaN.
             capped = 1 - (stripe * (here.divisor / head.softcap)).clamp_(-1, 1).square()
         stripe.sub_(here.normalizer[:, None])
         if here.entropy is None:

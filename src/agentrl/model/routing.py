@@ -116,6 +116,7 @@ class RouterReplay:
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             if current.chosen is None:
                 return own(hidden, *args, **kwargs)
+            # Widen: forests hold small integers, and gather takes int64 alone.
             with _Replayed(current.chosen.long(), router.num_experts) as mode:
                 result = own(hidden, *args, **kwargs)
             if mode.counts is None:
@@ -157,11 +158,13 @@ class _Replayed(TorchFunctionMode):
         """int64[2]: replayed choices that differ from the router's own, and all replayed ones."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Call it in any case: its own choice is kept where none is stored, and counted where it differs.
         result = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") != "topk" or not self._is_choice(args[0], result.indices):
             return result
         own, is_replayed = result.indices, self._chosen[:, :1] >= 0
         index = torch.where(is_replayed, self._chosen, own)
+        # Sort both: the order of a token's experts changes no result.
         differs = (index.sort(-1).values != own.sort(-1).values).any(-1)
         self.counts = torch.stack([differs.sum(), is_replayed.sum()])
         return torch.return_types.topk((args[0].gather(-1, index), index))

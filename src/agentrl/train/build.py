@@ -93,6 +93,7 @@ def build_trainer(
     precision = precision or step_precision(flags, train, world)
     settings = LossSettings.of_run(configs)
     layout = _plan_layout(configs, world)
+    # Seed every rank alike: each draws the first numbers of the adapters, and keeps its shard of them.
     set_seed(configs[RunConfig].seed)
     policy = _load_policy(configs, weights, precision, world)
     replay = build_replay(flags, memory, policy)
@@ -103,8 +104,10 @@ def build_trainer(
     enable_checkpointing(policy.model, mode, offload=memory.activation_offload and not on_host)
     if memory.torch_compile:
         compile_layers(policy.model)
+    # Freeze before the split: how gradients are reduced depends on the bytes that are trained.
     freeze(policy.model, optim.freeze)
     model = _split(policy, layout, configs, precision, world)
+    # Build it after the split, which puts other parameters in place of the model's.
     optimizer = build_optimizer(policy.model, optim, memory)
     scheduler = build_scheduler(optimizer, optim, total_steps)
     reference = build_reference(
@@ -151,6 +154,7 @@ def _load_policy(configs: Configs, weights: Path | None, precision: Precision, w
     """Load the policy; without its weights if ``_split`` has each rank read its own part."""
     train, is_shared = configs[TrainConfig], world.size > 1
     policy = load_policy(configs[ModelConfig], weights, configs[AdapterConfig], precision, is_empty=is_shared)
+    # Merge it for the other ways: they send whole weights.
     may_publish_adapter = policy.adapter is not None and train.weight_sync == "disk"
     policy = replace(policy, publishes_adapter=may_publish_adapter and train.publish in ("auto", "adapter"))
     if policy.publishes_adapter:
@@ -239,6 +243,7 @@ def build_reference(
         )
     disable_dropout(model)
     check_model(model)
+    # Freeze before the split: FSDP2 then frees the gathered root after each forward.
     model.requires_grad_(requires_grad=False)
     try:
         parallel = parallelize(model, mesh, max_tokens=max_tokens)
@@ -286,6 +291,7 @@ def enable_checkpointing(model: Any, mode: Checkpointing = "full", *, offload: b
             f"{type(model).__name__} cannot recompute its activations",
             hint="leave out --activation_checkpointing and --gradient_checkpointing",
         )
+    # Choose this variant: torch takes a ``context_fn`` with no other.
     arguments: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)

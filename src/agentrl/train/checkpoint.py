@@ -56,6 +56,7 @@ def read_random_states() -> dict[str, Any]:
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
+        # Store a tensor: loading with ``weights_only`` refuses NumPy's arrays.
         "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
@@ -123,12 +124,14 @@ class Unfinished:
                 torch.save(self.of_trainer, self.temporary / _TRAINER)
                 content = json.dumps(asdict(self.state), indent=1) + "\n"
                 (self.temporary / STATE).write_text(content, encoding="utf-8")
+                # Ask last: the writes may have outlived the lease, and a successor writes here then.
                 fence.check()
                 finish_folder(self.temporary, self.target)
         finally:
             discard_folder(self.temporary)
         lineage = _lineage(root, self.state.train_steps, self.state.attempt)
         surplus = [item.folder for item in lineage[:-limit]]
+        # Record it before deleting: a run that forks from one of them at this moment keeps it.
         discarded = fence.discard([folder.name for folder in surplus]) if surplus else []
         for folder in surplus:
             if folder.name in discarded:
@@ -159,6 +162,7 @@ def begin(
         on_error.callback(discard_folder, temporary)
         (temporary / "model").mkdir()
         writes = controller.write_checkpoint(state.step, temporary, writes_model)
+        # Read them now: the next step changes them before ``finish`` writes them.
         scheduler = controller.trainer.scheduler.state_dict()
         of_trainer = {"scheduler": scheduler, "random": read_random_states()}
         on_error.pop_all()
@@ -233,6 +237,7 @@ def rename_reverted(
     for folder in checkpoint_folders(root, attempt=attempt):
         if folder not in kept and folder.name not in needed:
             renamed = folder.with_name(f"undone-{folder.name}")
+            # Make room: no folder can be renamed to one that holds files, such as one undone before.
             shutil.rmtree(renamed, ignore_errors=True)
             folder.rename(renamed)
             logger.warning("%s contains reverted steps: renamed to %s", folder, renamed.name)

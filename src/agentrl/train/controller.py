@@ -106,6 +106,7 @@ def to_host(trainer: PolicyTrainer) -> None:
     """
     _move(trainer, torch.device("cpu"))
     if torch.cuda.is_available():
+        # Wait: copies to pinned memory are still under way when the call returns.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     return_freed_memory()
@@ -138,6 +139,7 @@ def _move(trainer: PolicyTrainer, device: torch.device) -> None:
         return
     for state in trainer.optimizer.state.values():
         for name, value in state.items():
+            # Leave step counters: AdamW reads them on the host, unless it is fused.
             if isinstance(value, Tensor) and value.dim():
                 state[name] = moved(value)
 
@@ -165,6 +167,7 @@ class Lane:
         On rank 0 the future has the result of ``then``, or the error of the first rank on which ``write``
         failed. On other ranks it has None.
         """
+        # Queue two calls in the one thread: ``_gather`` has to run also where ``write`` raises.
         return self._thread.submit(self._gather, self._thread.submit(write), then)
 
     def close(self) -> None:
@@ -175,6 +178,7 @@ class Lane:
         if self.group is None:
             return then([own.result()])
         rank, error = dist.get_rank(), own.exception()
+        # Send a failure too: a rank that raised here would leave the others waiting in the gather.
         sent = (None if error else own.result(), error and _portable(error, rank))
         results: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
         dist.gather_object(sent, results, group=self.group)
@@ -223,7 +227,9 @@ class RankWriter:
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=on_gpu,
+                # Share with no process: a thread of this one writes.
                 use_shared_memory=False,
+                # Copy before returning: the next step changes the tensors.
                 use_async_staging=False,
                 use_non_blocking_copy=on_gpu,
             )
@@ -245,6 +251,7 @@ class RankWriter:
 
         ``base`` is a step that was written by this method since the start, and published.
         """
+        # Release first: the next copy then takes that memory and allocates none.
         self._release(keep={step, base})
         snapshot = self._take(step)
         if base is None:
@@ -387,6 +394,7 @@ class Controller:
         self.writer.close()
 
     def _broadcast(self, name: str, *arguments: Any) -> None:
+        # Set it at each call: CUDA's current device is a thread's, and any worker thread may call this.
         self.world.use_device()
         self.world.broadcast(name, *arguments)
 

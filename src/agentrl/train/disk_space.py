@@ -122,6 +122,7 @@ def _require_writable(folder: Path) -> None:
         with probe.open("xb") as file:
             file.write(bytes(4096))
             file.flush()
+            # Flush: a quota or a file server may refuse the bytes only when they are written out.
             os.fsync(file.fileno())
         probe.unlink()
     except OSError as error:

@@ -90,6 +90,7 @@ class RunFolders:
 
     async def _is_known(self, store: Store) -> bool:
         """Return whether the folders hold a checkpoint of the run, or a version that it has published."""
+        # Make a list: any() takes no asynchronous generator.
         if any([await asyncio.to_thread(readable_checkpoints, root) for root in self.roots]):
             return True
         places = [Path(item.location) for item in await store.policy_versions.all() if item.is_stored]

@@ -122,6 +122,7 @@ async def hold_lease(
         async with renewed(lease.check, seconds, "the trainer's lease"):
             yield lease
     finally:
+        # Wait for no database at the end: the lease expires by itself.
         with contextlib.suppress(StoreError), retry_outages(0):
             await store.trainer_lease.release(attempt, lease.ended)
 
@@ -140,6 +141,7 @@ async def _until_free(store: Store, call: Callable[[], Awaitable[T]], stop: asyn
         except LeaseHeldError as error:
             holder = await store.trainer_lease.read()
             term = (holder.attempt, holder.lease_expires_at)
+            # Compare with the last look: a holder that cannot be seen from here shows its life by renewing.
             is_renewed = seen is not None and seen != term
             is_seen_alive = holder.process is not None and is_observable(holder.process)
             if stop.is_set() or (holder.owner is not None and (is_renewed or is_seen_alive)):

@@ -82,15 +82,18 @@ class Trainer:
         if self.progress.step == 0 and not self._is_done():
             raise await self._nothing_trained()
         is_stopped = self.stop.is_set() and not self._has_all_steps()
+        # Say it before the wait below: the run has ended, whether or not engines take its last version.
         self.lease.ended = TrainerEnd.STOPPED if is_stopped else TrainerEnd.FINISHED
         await self.saver.publisher.serve_last()
 
     async def _train_all(self) -> None:
         try:
+            # Publish first: a trainer that is killed between saving and publishing leaves its last step out.
             await self.saver.publisher.begin()
             await self.saver.publisher.wait_for_bound()
             while not self._is_done():
                 began, moved_before = time.perf_counter(), self.turns.seconds
+                # Give the device away before waiting: an engine on it may have to sample this very data.
                 await self.turns.end()
                 batch = await self._next_data()
                 if batch is None:
@@ -135,6 +138,7 @@ class Trainer:
                 if flight is not None and flight.task.done() and not take.done():
                     await publisher.begin()
                     await self.turns.end()
+            # Ask the lease for the error to raise: the event has none.
             if lost.is_set():
                 await self.lease.check()
             batch = take.result() if take.done() else None
@@ -147,6 +151,7 @@ class Trainer:
     async def _train(self, batch: StepData, seconds_data: float) -> None:
         progress = self.progress
         plan = TrainStep(
+            # Number a retry: the reverted plan of the skipped step keeps its id.
             id=f"{progress.attempt}/{progress.step + 1}" + (f"/{self.skipped}" if self.skipped else ""),
             step=progress.step + 1,
             policy_version=progress.version,
@@ -212,6 +217,7 @@ class Trainer:
             "step %d is skipped: loss %s, gradient norm %s; data: %s",
             plan.step, metrics["loss"], metrics["grad_norm"], ", ".join(plan.data),
         )  # fmt: skip
+        # Stop prefetching: it chooses data of the step after this one, which is tried again first.
         await self.stream.close()
         await self.store.steps.revert_after(self.progress.step, attempt=self.progress.attempt)
         self.stream.avoid(frozenset(plan.data))
@@ -293,6 +299,7 @@ class TokenWriter:
             logger.warning("the token statistics of the last step are not stored: the database is too slow")
 
     async def _write(self, step: TrainStep, tokens: Sequence[TokenValues]) -> None:
+        # Give up at the first outage: a retry would hold the step's values in memory for its whole length.
         with retry_outages(0):
             try:
                 documents = await asyncio.to_thread(to_documents, step, tokens)

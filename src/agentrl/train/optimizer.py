@@ -96,6 +96,7 @@ def build_optimizer(
         lr=config.learning_rate,
         betas=(arguments.beta1, arguments.beta2),
         eps=arguments.eps,
+        # Pass None, not False: only then does torch take its foreach kernels on a GPU.
         fused=True if memory.fused_adamw else None,
     )
 
@@ -256,10 +257,12 @@ def _curve(config: OptimConfig, warmup: int, steps: int | None) -> Callable[[int
     elif kind == "warmup_stable_decay" and steps is not None:
         decay = max(_DECAY_STEPS, math.ceil(_DECAY_FRACTION * steps))
         defaults = {"num_decay_steps": min(steps, decay)}
+    # Give it an optimizer of its own: LambdaLR sets the rates of the one that it gets.
     unused = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
     try:
         scheduler: Any = get_scheduler(kind, unused, 0, steps, scheduler_specific_kwargs=defaults | given)
         curve: Callable[[int], float] = scheduler.lr_lambdas[0]
+        # Evaluate it here: arguments that give no number would else be found at the step that meets them.
         first, *later = (curve(step) for step in (0, (steps or 1) // 2, (steps or 1) - 1))
         if not (math.isfinite(first) and first > 0 and all(0 <= factor < math.inf for factor in later)):
             raise ValueError(f"the learning rate is multiplied by {first}, and later by {later}")
@@ -312,6 +315,7 @@ def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     weights = {_WEIGHT + name: item.detach() for name, item in model.named_parameters()}
+    # Ask for saved keys alone: weights that nothing rounds are not saved, and load raises for them.
     content = state | {key: weight for key, weight in weights.items() if key in saved}
     try:
         with _without_single_process_warning():
@@ -330,6 +334,7 @@ def keep_hyperparameters(optimizer: torch.optim.Optimizer, scheduler: LambdaLR) 
     groups = [{key: group[key] for key in _HYPERPARAMETERS} for group in optimizer.param_groups]
     rates = list(scheduler.base_lrs)
     yield
+    # Set them back: a scheduler's state holds the rates that it was made with.
     scheduler.base_lrs = rates
     for group, kept, rate, factor in zip(
         optimizer.param_groups, groups, rates, scheduler.lr_lambdas, strict=True

@@ -276,6 +276,7 @@ class Publisher:
             return
         if not (is_last or self.is_due(progress.step) or progress.is_overdue):
             return
+        # Ask before anything is written: the folder may be a successor's by now.
         await self.lease.check()
         try:
             with tracer().span("publish"):
@@ -286,6 +287,7 @@ class Publisher:
     async def _copy(self, links: bool, is_last: bool) -> None:
         progress, policy, sync = self.progress, self.controller.policy, self.config.weight_sync
         is_stored = sync == "disk" or is_last or self.unstored + 1 >= self.config.full_every
+        # Ask the engines: if all lack a link of the chain, they stay behind until the bound ends training.
         engines = await self.store.services.live(LIVE_ENGINE_SECONDS)
         base = self._choose_base(lacks_link=any(engine.needs_full for engine in engines))
         step, needed = progress.step, self.controller.writer.model.bytes
@@ -351,11 +353,13 @@ class Publisher:
                     step=publication.step, train_step_id=publication.train_step,
                 )  # fmt: skip
         except PublishError as error:
+            # Return it: nobody awaits the task yet, and asyncio would report the error when it is collected.
             return error
         self.unstored = 0 if published.is_stored else self.unstored + 1
         if published.is_stored:
             self._base = published
         self._deltas = self._deltas + 1 if publication.base is not None else 0
+        # Pause deltas above half the bytes: with a high learning rate or float32 files they stay so large.
         if publication.base is not None and 2 * published.bytes > self.controller.writer.model.bytes:
             self._deltas_from = published.id + self.config.full_every
         self.published, progress = published, self.progress
@@ -373,6 +377,7 @@ class Publisher:
         try:
             with explain_write_errors(temporary, self.controller.writer.model.bytes):
                 written = await asyncio.wrap_future(write)
+            # Link before publishing, which renames the folder.
             checkpoint = await publication.checkpoint
             if checkpoint is not None:
                 await asyncio.to_thread(checkpoint.link_model, temporary)
@@ -392,6 +397,7 @@ class Publisher:
             )  # fmt: skip
         finally:
             checkpoint = checkpoint or await publication.checkpoint
+            # Fail the checkpoint too: its ``finish`` would wait for the linked files for ever.
             if checkpoint is not None and not checkpoint.model.done():
                 checkpoint.model.set_exception(PublishError("the version of the same step was not written"))
             await asyncio.to_thread(discard_folder, temporary)
@@ -406,6 +412,7 @@ class Publisher:
                 await self._failed(error)
 
     async def _failed(self, error: PublishError) -> None:
+        # Ask first: if another trainer has taken over, that is the error, and no retry may follow.
         await self.lease.check()
         self.progress.is_overdue, self.failure = True, error
 
@@ -520,6 +527,7 @@ class Saver:
         """Save and publish the last step if needed. PublishError says what failed and what is saved."""
         self._log_unsaved(await self._end_saving())
         await self.publisher.end()
+        # Forget earlier failures: the last step is published now, and its result counts.
         self.publisher.failure = None
         await self.publisher.begin(links=self._links, is_last=True)
         unsaved = await self._save()
@@ -586,6 +594,7 @@ class Saver:
         except PublishError as error:
             return error
         finally:
+            # Answer also after an error: the publication waits for this before it renames its files.
             if flight is not None and links:
                 flight.checkpoint.set_result(unfinished)
         self._saving = asyncio.create_task(self._finish_saving(unfinished, step))

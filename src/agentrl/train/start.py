@@ -86,12 +86,14 @@ def run_trainer(configs: Configs, lead_in: LeadIn | None = None) -> None:
             with tracing(part, "train"):
                 is_whole = asyncio.run(_train(part, world, last))
             if last is not None and not is_whole:  # a signal ended the steps that come before
+                # Release the other ranks: they wait for the next part to be built.
                 world.broadcast("end")
                 return
 
 
 def _follow(configs: Configs, world: World) -> None:
     """Execute rank 0's commands until it ends; rank 0 alone handles signals."""
+    # Ignore them: launchers signal every rank, and rank 0's last step needs all of them.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     follow(world, partial(_build, configs, world))
@@ -104,10 +106,12 @@ async def _train(configs: Configs, world: World, lead_in: int | None) -> bool:
     with retry_outages(run.db_wait_seconds, stop):
         store, folders = await _join(configs, precision, is_agreed=lead_in is None)
         async with store, hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease:
+            # Ask under the lease: what is trained from half-withdrawn data, no later call finds.
             await store.withdrawals.require_deleted()
             resumed = await _choose_checkpoint(store, configs, folders)
             await asyncio.to_thread(_prepare_folders, configs, folders)
             await lease.record_output(folders.place)
+            # Take it before the model is built there: until then an engine holds its memory.
             device = await _take_device(configs)
             controller, progress = await _resume(store, lease, configs, world, precision, folders, resumed)
             turns = DeviceTurns(lease=device, controller=controller)
@@ -202,6 +206,7 @@ async def _resume(
     progress = await roll_back(
         store, controller.policy.base, found, resumed.steps, attempt=lease.attempt, replays=choice == "auto"
     )
+    # Ask again: loading and rolling back took long, and checkpoints are renamed below.
     await lease.check()
     needed = {Path(child.checkpoint).name for child in await store.ancestry.children()}
     for root in folders.roots:
@@ -245,6 +250,7 @@ async def _trainer(
         folders=folders,
         publisher=publisher,
         saved=found.folder if found else None,
+        # Count it as saved: it is the checkpoint's step, or the base model's, which needs none.
         saved_step=progress.step,
     )
     return Trainer(
@@ -270,6 +276,7 @@ async def _join(configs: Configs, precision: Precision, *, is_agreed: bool) -> t
     if these flags contradict those that the run was begun with. Without ``is_agreed`` the flags are neither
     compared nor stored: they are those of the parent.
     """
+    # Check the folder before the database is opened: a start that must fail begins no run.
     base_folder(configs[ModelConfig])
     loss = LossSettings.of_run(configs)
     if loss.importance_correction != configs[LossConfig].importance_correction:

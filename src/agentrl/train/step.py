@@ -83,6 +83,7 @@ class StepLoss:
         is trainable.
         """
         own, own_tokens = count_step(forests), sum(forest.tokens for forest in forests)
+        # Count in float64: float32 has no odd numbers above 2**24, and a step may have more tokens.
         counts = torch.tensor([own.tokens, own.trajectories, own_tokens], dtype=torch.float64)
         trainable_tokens, trajectories, tokens = model.mesh.sum(counts.to(model.model.device)).tolist()
         whole = Denominators(round(trainable_tokens), trajectories)
@@ -241,10 +242,12 @@ def sum_trajectories(
     device = model.model.device
     numbers = 1 + max((int(forest.trajectory.max(initial=-1)) for forest in forests), default=-1)
     is_needed = settings.loss.compares or any(forest.holds_parts for forest in forests)
+    # Decide together: a forward that only some ranks made would wait for the shards of the others.
     found = torch.tensor([is_needed, numbers], device=device)
     found = model.mesh.sum(found)
     if not found[0]:
         return None
+    # Take the sum of the ranks' lengths: all need one length, and it only has to be long enough.
     sums = torch.zeros(4, int(found[1]), dtype=torch.float64, device=device)
     for forest, (logprobs, _) in zip(forests, model.logprobs(forests, options), strict=True):
         batch = token_batch(forest, logprobs, settings)
@@ -602,6 +605,7 @@ class PolicyTrainer:
             fill=CPU_FILL if model.device.type == "cpu" else None, ages=ages,
             rows=self.model.executor.rows, experts=None if self.replay is None else self.replay.shape,
         )  # fmt: skip
+        # Take every n-th: the planner makes the micro-batches of one round close in size.
         own = planned[mesh.data_rank :: mesh.layout.data]
         return [attach_pixels(forest, self.policy.pixels, images) for forest in own]
 
@@ -613,6 +617,7 @@ class PolicyTrainer:
     ) -> StepResult:
         """Make one optimizer update on this rank's ``forests`` of ``data``; the schedule does not move."""
         watch = Stopwatch(self.policy.model.device)
+        # Set it for recomputation: transformers recomputes layers in training mode alone. Dropout is 0.
         self.model.train()
         with explain_out_of_memory(self.memory, self.max_tokens, ranks=self.model.mesh.layout.world):
             metrics = forward_backward(
@@ -626,6 +631,7 @@ class PolicyTrainer:
             )
         watch.lap("forward")
         grad_norm = self.model.clip_gradients(self.max_grad_norm)
+        # Judge by numbers that are equal on every rank: all of them step, or none does.
         is_finite = math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         if is_finite:
@@ -647,6 +653,7 @@ def explain_out_of_memory(config: MemoryConfig, max_tokens: int, *, ranks: int =
     """Raise a TrainingError that names the flags that would help, if the block runs out of memory."""
     try:
         yield
+    # Catch RuntimeError: of a CPU's memory torch raises no OutOfMemoryError.
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in _OUT_OF_MEMORY):
             raise

@@ -180,6 +180,7 @@ class DeltaFile:
             if zstandard.frame_content_size(packed) > _MAX_INDEX_BYTES:
                 raise ValueError(f"its index has more than {_MAX_INDEX_BYTES:,} bytes")
             self.index: dict[str, Any] = json.loads(zstandard.decompress(packed))
+            # Call it: JSON may be a list or a number, which has none.
             self.index.keys()
         except (ValueError, AttributeError, RecursionError, OSError, zstandard.ZstdError) as error:
             raise self._damaged(str(error)) from error
@@ -205,6 +206,7 @@ class DeltaFile:
                 raise ValueError(f"{name} is not {like.dtype} {list(like.shape)}")
             chunks: dict[int, DeltaChunk] = {}
             for number, changed, width, offset, sizes in entry["chunks"]:
+                # Compare types: isinstance takes true for an int, and 1e999 is an infinite float.
                 if any(type(value) is not int for value in (number, changed, width, offset, *sizes)):
                     raise ValueError(f"a number of {name} is not an integer")
                 length = min(CHUNK, like.elements - number * CHUNK)
@@ -238,6 +240,7 @@ class DeltaFile:
         if not chunk.width:
             return np.arange(chunk.length), values
         gaps = _from_planes(planes[: chunk.width], WORDS[chunk.width])
+        # Sum in int64: NumPy would sum in uint64, to which arange's int64 cannot be added in place.
         positions = np.cumsum(gaps, dtype=np.int64)
         positions += np.arange(gaps.size)
         if positions[-1] >= chunk.length:
@@ -246,6 +249,7 @@ class DeltaFile:
 
     def _read(self, offset: int, size: int) -> bytes:
         is_inside = 0 <= offset <= offset + size <= self._size  # before memory is allocated for it
+        # Read by offset: threads share the descriptor, and would share its position.
         found = os.pread(self._descriptor, size, offset) if is_inside else b""
         if not is_inside or len(found) != size:
             raise ValueError(f"it does not hold the bytes {offset} to {offset + size}")

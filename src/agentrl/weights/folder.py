@@ -143,6 +143,7 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
             (length,) = struct.unpack("<Q", stream.read(8))
             header: dict[str, dict[str, Any]] = json.loads(stream.read(length))
         header.pop("__metadata__", None)
+    # Expect any length: the first 8 bytes of another file are any number.
     except (OSError, ValueError, AttributeError, struct.error, OverflowError, MemoryError) as error:
         raise ModelError(
             f"{file} cannot be read as safetensors: {error}", hint="download the model again"
@@ -279,6 +280,7 @@ def complete_folder(base: Path, folder: Path, chat_template: str | None = None) 
     ``chat_template`` replaces the template of ``base``, if given.
     """
     for path in base.iterdir():
+        # Keep what is there: the configuration is written already, in both spellings.
         if _accompanies_weights(path) and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
     if chat_template is not None:
@@ -344,6 +346,7 @@ def link_files(source: Path, folder: Path) -> None:
         if not path.is_file() or path.name in (MANIFEST, CHAT_TEMPLATE) or path.name.startswith("."):
             continue
         target = folder / path.name
+        # Share blocks where possible: unlike a second name, such a copy may be written in place.
         if _reflink(path, target):
             continue
         try:
@@ -421,6 +424,7 @@ def write_manifest(
 def verify(folder: str | Path, files: Sequence[FileChecksum]) -> None:
     """Raise PublishError if a file of ``folder`` is missing or differs from its checksum."""
     folder = Path(folder)
+    # Compare sizes before any hash: a file that was cut short is found without reading the others.
     for expected in files:
         try:
             size = (folder / expected.name).stat().st_size
@@ -437,6 +441,7 @@ def verify(folder: str | Path, files: Sequence[FileChecksum]) -> None:
 
 
 def _checksum(path: Path) -> FileChecksum:
+    # Read unbuffered: file_digest fills a buffer of its own.
     with path.open("rb", buffering=0) as file:
         digest = hashlib.file_digest(file, "sha256")
         return FileChecksum(name=path.name, bytes=file.tell(), sha256=digest.hexdigest())

@@ -118,6 +118,7 @@ def write_memory_file(name: str, tensors: Mapping[str, Tensor]) -> int:
     names, start = file_header(tensors)
     descriptor = os.memfd_create(PREFIX + name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
+        # Write through a duplicate: closing the last descriptor, as the stream does, deletes the file.
         with os.fdopen(os.dup(descriptor), "wb") as stream:
             stream.write(start)
             for name in names:
@@ -150,6 +151,7 @@ def open_memory_file(path: str, name: str) -> MemoryFile:
         is_own = os.fstat(descriptor).st_uid == os.geteuid()
         if os.readlink(own) != f"/memfd:{PREFIX}{name} (deleted)" or not is_own:
             raise ValueError(f"it does not hold the weights {name} of this user any more")
+        # Insist on seals: a file that shrinks while it is mapped ends its reader by SIGBUS.
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise ValueError("it can still be written")
         header = read_header(Path(own))
@@ -261,6 +263,7 @@ class WeightSender:
             while self._store.check([f"request/{number}"]):
                 request = self._store.get(f"request/{number}")
                 self._store.delete_key(f"request/{number}")
+                # Serve each in a thread of its own: an engine that dies in its group holds up no other.
                 threading.Thread(
                     target=self._serve, args=(number, request), name=f"weights-{number}", daemon=True
                 ).start()
@@ -279,11 +282,13 @@ class WeightSender:
         elif not _GROUP.fullmatch(name) or backend not in ("gloo", "nccl"):
             self._answer(number, error="the group or its backend is malformed")
         else:
+            # Take it out while it is used: after a failure it must not be used again.
             group = self._groups.pop(name, None)
             buckets = [
                 [[item.name, str(item.dtype).removeprefix("torch."), list(item.shape)] for item in bucket]
                 for bucket in weights.buckets(BUCKET_BYTES)
             ]
+            # Answer before joining: the engine joins when it has read this, and joining waits for it.
             self._answer(number, is_new=group is None, buckets=buckets)
             try:
                 if group is None:

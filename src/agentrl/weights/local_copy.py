@@ -58,6 +58,7 @@ def apply(
         lacking = next((name for name in names if name not in places), None)
         if lacking is not None:
             raise PublishError(f"{folder} has no tensor {lacking}, which {deltas[-1]} changes")
+        # Check the index of every delta before the first byte of the copy changes.
         patches = {
             name: [(delta, delta.chunks(name, places[name])) for delta in opened if name in delta.index]
             for name in names
@@ -267,6 +268,7 @@ class LocalCopy:
                 return wanted, str(self._adapter(wanted))
             if self._state().is_whole(wanted):
                 return wanted, str(self.folder)
+            # Look again afterwards: between the two locks another engine may change the copy.
             wanted = await self.bring(store, wanted)
 
     async def hold_deltas(self, store: Store, wanted: PolicyVersion, since: int) -> list[Path]:
@@ -277,6 +279,7 @@ class LocalCopy:
         """
         chain = await chain_to(store, wanted)
         first = next((place for place, step in enumerate(chain, 1) if step.id == since), len(chain))
+        # Lock alone, although the copy stays as it is: files are downloaded beside it.
         await self._acquire(fcntl.LOCK_EX)
         try:
             return [file for step in chain[first:] for file in await self._download_delta(step)]
@@ -299,6 +302,7 @@ class LocalCopy:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             await storage.download(version.location, version.files, temporary)
+            # Rename it when it is complete: a folder that is there is taken for whole.
             temporary.rename(folder)
         by_age = sorted(folder.parent.glob("[0-9]*"), key=lambda path: int(path.name.partition("-")[0]))
         for old in by_age[:-_KEPT_ADAPTERS]:
@@ -317,6 +321,7 @@ class LocalCopy:
         started, is_told = time.monotonic(), False
         while True:
             try:
+                # Poll: a thread that waits in flock could not be cancelled.
                 fcntl.flock(self._lock, kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 waited = time.monotonic() - started
@@ -370,6 +375,7 @@ class LocalCopy:
         wanted, content = await _read_manifest(last)
         if whole:
             before, own = await _read_manifest(whole[0])
+            # Record that nothing is held yet: a kill before the end leaves a mixture of two versions.
             self._write_state(CopyState())
             await self._replace(whole[0])
             replace_file(self.folder / MANIFEST, own)

@@ -83,6 +83,7 @@ async def publish(
         else:
             number, reserved = await _number(store)
             if reserved is not None and reserved.attempt == target.attempt and reserved.location:
+                # Take the folder of this trainer's own failed try: no other trainer writes there.
                 location = reserved.location
             else:
                 names = await storage.folder_names(target.root)
@@ -214,6 +215,7 @@ async def _prune(store: Store, target: PublishTarget) -> None:
     kept = with_bases(kept_versions(folders.values(), in_use, keep=target.keep), known)
     deleted, pruned = surplus_folders(folders, known, kept, -1 if newest is None else newest)
     if deleted:
+        # Record it first: a folder that a kill then leaves has no version, and the next pruning deletes it.
         await store.policy_versions.mark_pruned(pruned, attempt=target.attempt)
         files = {storage.name_of(policy.location): policy.files for policy in known}
         for name in deleted:
@@ -277,6 +279,7 @@ def with_bases(kept: Iterable[int], known: Iterable[PolicyVersion]) -> set[int]:
 
 def kept_versions(folders: Iterable[int], in_use: Collection[int], *, keep: int) -> set[int]:
     """Return the versions to keep on disk: the newest ``keep`` (at least two) and those in use."""
+    # Keep two: an engine may still be loading the one before the newest.
     return set(sorted(set(folders))[-max(keep, 2) :]) | set(in_use)
 
 

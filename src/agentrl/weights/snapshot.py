@@ -179,6 +179,7 @@ class PublishedModel:
         """Return config.json, and those of generation_config.json and the model's code that no base has."""
         dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
         with tempfile.TemporaryDirectory() as scratch:
+            # Pass no tensors: the configuration alone is written.
             self.model.save_pretrained(scratch, state_dict={})
             write_config(Path(scratch), self.base, dtype, self.model.config)
             found = {path.name: path for path in Path(scratch).iterdir() if path.is_file()}
@@ -252,6 +253,7 @@ def plan_files(
     position = {layer: number for number, layer in enumerate(layers)}
     groups: list[tuple[int, list[tuple[str, ...]]]] = []
     for rank, mine in owned.items():
+        # Start above the limit, so that the first layer of each rank opens a file.
         size = limit + 1
         for layer in sorted(mine, key=position.__getitem__):
             size += _bytes(holdings, layer)
@@ -336,6 +338,7 @@ class Snapshots:
             if name not in layers:
                 continue
             file, layer = layers[name]
+            # Gather for other owners too: an owner waits for every rank that holds a part.
             whole = {key: gather(parts[key].make()) for key in layer}
             if file.owner != self.rank:
                 continue
@@ -411,6 +414,7 @@ def join(shares: Iterable[Written]) -> Written:
 
 def write_share(folder: Path, snapshot: Snapshot) -> Written:
     """Write a rank's files into ``folder``, which exists, and flush them to disk. Raises OSError."""
+    # Use two pools: in one, writers that wait for hashers could hold every thread.
     with ThreadPoolExecutor(_PARALLEL_FILES) as writers, ThreadPoolExecutor(_PARALLEL_FILES) as hashers:
         return join(
             writers.map(lambda item: _write_file(folder / item[0], item[1], hashers), snapshot.files.items())

@@ -81,10 +81,12 @@ async def upload(folder: Path, location: str, files: Sequence[FileChecksum]) -> 
     Raises PublishError if a file cannot be written, after ``OUTAGE_SECONDS`` where that may be temporary.
     """
     await _parallel(lambda file: _put(folder / file.name, f"{location}/{file.name}"), files)
+    # Write it last: who finds the manifest finds every file that it lists.
     await _put(folder / MANIFEST, f"{location}/{MANIFEST}")
 
 
 async def _put(source: Path, target: str) -> None:
+    # Ask for PUT: fsspec uploads to web servers by POST unless it is told.
     options = {"method": "put"} if target.startswith("http") else {}
 
     def put() -> None:
@@ -112,6 +114,7 @@ async def download(location: str, files: Sequence[FileChecksum], folder: Path) -
 
 
 async def _download(location: str, file: FileChecksum, folder: Path) -> None:
+    # Name the process: samplers of one host may load the same file at once.
     source, partial = _file_url(location, file.name), folder / f".{file.name}.{os.getpid()}.part"
     digest = hashlib.sha256()
     parts = [(start, min(start + _PART_BYTES, file.bytes)) for start in range(0, file.bytes, _PART_BYTES)]
@@ -121,6 +124,7 @@ async def _download(location: str, file: FileChecksum, folder: Path) -> None:
             digest.update(data)
             stream.write(data)
 
+        # Read a few at a time, in order: the hash needs the order, and memory holds no more than these.
         for batch in batches(parts, _PARALLEL):
             for data in await asyncio.gather(*(_read_part(source, start, end) for start, end in batch)):
                 await asyncio.to_thread(keep, data)
@@ -168,6 +172,7 @@ async def _get(system: Any, session: Any, url: str, start: int, end: int) -> byt
     options["headers"] = {**options.get("headers", {}), "Range": f"bytes={start}-{end - 1}"}
     data = bytearray()
     async with session.get(system.encode_url(url), **options) as response:
+        # Take it for the end: the range begins behind the last byte.
         if response.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             return b""
         system._raise_not_found_for_status(response, url)
@@ -293,6 +298,7 @@ def _system(scheme: str, proxy: str | None) -> Any:
     import fsspec
 
     options = {} if proxy is None else {"client_kwargs": {"proxy": proxy}}
+    # Cache no listing: other hosts publish and delete meanwhile.
     return fsspec.filesystem(scheme, use_listings_cache=False, **options)
 
 

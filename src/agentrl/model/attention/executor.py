@@ -105,6 +105,7 @@ def _window(config: Any) -> int | None:
     """Return the smallest window of the attention layers, in tokens; None if all see every token."""
     layers = getattr(config, "layer_types", None)
     if layers is None:
+        # Ask for both: Qwen2's config.json names a window also where it is switched off.
         used = getattr(config, "use_sliding_window", True)
         names = ["sliding_window"] if used else []
     else:
@@ -116,6 +117,7 @@ def _window(config: Any) -> int | None:
 def _check_noise(name: str, model: nn.Module, config: Any) -> None:
     rates = {f"dropout {module.p}": module.p for module in model.modules() if isinstance(module, nn.Dropout)}
     for key, value in vars(config).items():
+        # Pass over classifier_dropout: it is of a head that a causal LM does not have.
         if isinstance(value, float) and key.endswith(_NOISE) and not key.startswith("classifier"):
             rates[f"{key} {value}"] = value
     worst = max(rates, key=lambda key: rates[key], default=None)

@@ -85,6 +85,7 @@ class Segment:
 def split_segments(forest: TokenForest) -> list[Segment]:
     """Split ``forest`` into segments, in order; they cover its tokens without overlap."""
     starts = np.flatnonzero(forest.parent != np.arange(forest.tokens) - 1)
+    # Add the first token: its parent, −1, looks like the token before it.
     if forest.tokens:
         starts = np.union1d(starts, [0])
     ends = np.append(starts[1:], forest.tokens)
@@ -185,6 +186,7 @@ def segment_attention(
             _joined([values[piece] for piece in path]),
             attn_mask=mask,
             dropout_p=dropout,
+            # Say it without a mask where possible: SDPA's flash kernel takes none.
             is_causal=mask is None,
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
@@ -257,6 +259,7 @@ def _run(model: Any, forest: TokenForest, rows: Ints) -> Tensor:
     set_attention(model, "sdpa")
     output = model.get_decoder()(
         input_ids=torch.from_numpy(forest.input_ids[rows]).to(model.device),
+        # Pass no mask: rows are padded at their ends, which causal attention does not see.
         attention_mask=None,
         use_cache=False,
         **routing_input(forest, model.device, rows.reshape(-1)),
