@@ -10,7 +10,7 @@ set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
 
-python="$PWD/${AGENTRL_VENV:-.venv}/bin/python"
+python="$(cd "${AGENTRL_VENV:-.venv}/bin" && pwd)/python"
 scratch="$(mktemp -d)"
 stop() {
   [ ! -d "$scratch/mongo" ] || PYTHONPATH='' "$python" -m agentrl mongo down --mongo_dir "$scratch/mongo" || true
@@ -28,7 +28,7 @@ copy="$scratch/agentrl"
 mkdir "$copy"
 git ls-files -z --cached --others --exclude-standard | xargs -0 tar -cf - | tar -xf - -C "$copy"
 cd "$copy"
-rm -rf src/agentrl/{lab,local,worlds,screens} tests/{lab,local,worlds,screens,acceptance,chaos,unmoved}
+rm -rf src/agentrl/{lab,local,worlds,screens} tests/{house,lab,local,worlds,screens,acceptance,chaos,unmoved}
 export PYTHONPATH="$copy/src"
 
 step "$python" - <<'EOF'

@@ -3,17 +3,18 @@
 #
 #   bash scripts/test.sh            all checks (about 40 minutes on 2 cores)
 #   bash scripts/test.sh --fast     lint, types and unit tests (about 3 minutes)
-#   bash scripts/test.sh lab        lint, types and all tests of one room: core, lab, local, worlds or screens
+#   bash scripts/test.sh lab        lint, types and all tests of one room: core, house, lab, local, worlds or screens
 #   bash scripts/test.sh -k claims  pass arguments to pytest
 #
-# Without arguments, pytest runs twice, each in two processes, and prints two summaries: first what computes or has a
-# database to itself ($apart), then all other tests, which start processes and wait for them, a file in one process.
+# Without arguments, pytest runs three times, each in two processes: the core's unit tests where there is no wing
+# (core_alone.sh); what computes or has a database to itself ($apart); all other tests, which start processes and wait
+# for them, a file in one process.
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
 
-apart=(tests/*/unit tests/exactness tests/fake_gpu tests/unmoved tests/*/integration/store tests/screens/integration/dashboard
-  tests/core/integration/test_bench_quick.py)
+apart=(tests/{house,lab,local,worlds,screens}/unit tests/exactness tests/fake_gpu tests/unmoved
+  tests/*/integration/store tests/screens/integration/dashboard tests/core/integration/test_bench_quick.py)
 
 # What the second run needs outside .venv, and the site: done until it begins. Exit status 4: no npm.
 install_others() {
@@ -54,6 +55,7 @@ fi
 
 step bash scripts/audit_dependencies.sh
 failed=0
+step bash scripts/core_alone.sh || failed=1
 step "$bin/python" -m pytest -n 2 --dist worksteal "${apart[@]}" || failed=1
 
 code=0
@@ -67,8 +69,9 @@ case $code in
   *) exit "$code" ;;
 esac
 
-rest=("$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${apart[@]/#/--ignore=}")
+rest=("$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/core/unit
+  "${apart[@]/#/--ignore=}")
 [ "$failed" = 1 ] || exec "${rest[@]}"
 step "${rest[@]}" || true
-echo "test: tests failed in the first of the two runs, ${apart[*]}: see its summary above" >&2
+echo "test: tests failed before the last run, in core_alone.sh or in ${apart[*]}: see the summaries above" >&2
 exit 1

@@ -11,7 +11,7 @@ import torch
 
 from agentrl.documents.model_call import unpack_ids
 
-sys.path.append(str(Path(__file__).parents[4] / "scripts" / "bench"))
+sys.path.append(str(Path(__file__).parents[3] / "scripts" / "bench"))
 
 import train
 import train_child

@@ -9,7 +9,7 @@ import subprocess
 import venv
 from pathlib import Path
 
-SCRIPTS = Path(__file__).parents[4] / "scripts"
+SCRIPTS = Path(__file__).parents[3] / "scripts"
 
 
 def set_up(clone: Path, folder: Path) -> subprocess.CompletedProcess[str]:

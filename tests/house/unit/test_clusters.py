@@ -13,7 +13,7 @@ import yaml
 from agentrl.config.load import parse
 from agentrl.config.schema import EngineConfig, RunConfig
 
-DEPLOY = Path(__file__).parents[4] / "deploy"
+DEPLOY = Path(__file__).parents[3] / "deploy"
 STUBS = {
     "scontrol": 'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo "scontrol $*"; fi',
     "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" || exit; done',

@@ -18,7 +18,7 @@ from agentrl.config.schema import GROUPS, RunConfig, TaskConfig
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.store.mechanics.connection import TASK
 
-CHART = Path(__file__).parents[4] / "deploy/helm/agentrl"
+CHART = Path(__file__).parents[3] / "deploy/helm/agentrl"
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 TEMPLATES = {path.name: path.read_text(encoding="utf-8") for path in (CHART / "templates").iterdir()}

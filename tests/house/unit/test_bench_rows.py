@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[4] / "scripts" / "bench"))
+sys.path.append(str(Path(__file__).parents[3] / "scripts" / "bench"))
 
 from harness import Row, finish
 

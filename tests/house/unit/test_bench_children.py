@@ -12,7 +12,7 @@ from waiting import wait_until
 
 from agentrl.base.processes import free_port, start_ticks
 
-BENCH = Path(__file__).parents[4] / "scripts" / "bench"
+BENCH = Path(__file__).parents[3] / "scripts" / "bench"
 
 PROGRAM = """
 import sys, time
