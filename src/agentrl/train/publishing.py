@@ -341,13 +341,11 @@ class Publisher:
     async def _publish(self, publication: Publication) -> PublishError | None:
         """Publish a version once it is written; return why it failed, if it did."""
         try:
-            live: LiveWeights | None = None
-            if publication.live is not None:
-                live = await asyncio.wrap_future(publication.live)
             if publication.stored is not None:
-                published = await self._publish_stored(publication, *publication.stored, live)
+                published = await self._publish_stored(publication, *publication.stored)
             else:
-                assert live is not None
+                assert publication.live is not None
+                live = await asyncio.wrap_future(publication.live)
                 published = await publish_live(
                     self.store, live, attempt=self.progress.attempt,
                     step=publication.step, train_step_id=publication.train_step,
@@ -370,13 +368,15 @@ class Publisher:
         return None
 
     async def _publish_stored(
-        self, publication: Publication, temporary: Path, write: Future[Written], live: LiveWeights | None
+        self, publication: Publication, temporary: Path, write: Future[Written]
     ) -> PolicyVersion:
         """Publish a version whose files are being written; PublishError if that fails."""
         checkpoint: Unfinished | None = None
         try:
             with explain_write_errors(temporary, self.controller.writer.model.bytes):
                 written = await asyncio.wrap_future(write)
+            # Wait for memory after the files: if it is short, nobody writes to the folder that is discarded.
+            live = None if publication.live is None else await asyncio.wrap_future(publication.live)
             # Link before publishing, which renames the folder.
             checkpoint = await publication.checkpoint
             if checkpoint is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from fake_store import FakeStore, engine
 from safetensors.torch import load_file
 
+from agentrl.base.atomic_folder import TEMPORARY
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
@@ -52,8 +54,9 @@ async def test_the_memory_holds_what_the_files_do(store: FakeStore, start: Start
         open_memory_file(str(share.file), share.name)
 
 
+@pytest.mark.parametrize("files", [{}, {"full_every": 1, "save_steps": 1}], ids=["live", "stored too"])
 async def test_memory_that_is_short_is_an_overdue_version(
-    store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch
+    store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch, files: dict[str, int]
 ) -> None:
     from agentrl.weights import live
 
@@ -61,10 +64,15 @@ async def test_memory_that_is_short_is_an_overdue_version(
         raise PublishError("weights do not fit into memory")
 
     monkeypatch.setattr(live, "write_memory_file", full)
-    trainer = await start(weight_sync="tensor", max_steps=2, max_staleness=1, publish_wait_seconds=0.2)
+    trainer = await start(
+        weight_sync="tensor", max_steps=2, max_staleness=1, publish_wait_seconds=0.2, **files
+    )
     with pytest.raises(PublishError, match="do not fit into memory"):
         await trainer.run()
     assert not stored(store)
+    assert not any(
+        name.startswith(TEMPORARY) for name in os.listdir(trainer.saver.publisher.folders.versions)
+    )
     trainer.controller.end()
 
 
