@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -154,7 +155,7 @@ _DENSE_BF16_TFLOPS: dict[str, float] = {
     "H800": 989.0, "H20": 148.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0, "L40": 181.0, "L4": 121.0,
     "A10G": 70.0, "A10": 125.0, "A40": 149.7, "RTX 4090": 165.2, "MI300X": 1307.4,
 }  # fmt: skip
-"""Without sparsity, from the vendors' data sheets. The first name that a device's name contains counts."""
+"""Without sparsity, from data sheets. The first name that is a word of a device's name counts."""
 _MEASURED = ((64, 256), (64, 1024), (256, 512), (256, 1024), (1024, 1024))
 """Rows and width of the measured products, from small to large: most machines are fastest on a large one."""
 _PEAK_SECONDS = 1.0
@@ -199,7 +200,9 @@ class Stopwatch:
 
 def stated_peak(device_name: str) -> float | None:
     """Return the FLOP/s of dense bfloat16 products that the vendor states; None for an unknown device."""
-    found = next((peak for name, peak in _DENSE_BF16_TFLOPS.items() if name in device_name), None)
+    # As a word: an RTX A4000 is no A40, and an RTX A1000 no A100.
+    known = _DENSE_BF16_TFLOPS.items()
+    found = next((peak for name, peak in known if re.search(rf"\b{name}\b", device_name)), None)
     return None if found is None else found * 1e12
 
 

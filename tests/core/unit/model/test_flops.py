@@ -87,7 +87,9 @@ def test_devices() -> None:
     assert stated_peak("NVIDIA H100 80GB HBM3") == 989e12
     assert stated_peak("NVIDIA H100 PCIe") == 756e12
     assert stated_peak("NVIDIA A100-SXM4-80GB") == 312e12
-    assert stated_peak("A card of tomorrow") is None
+    assert stated_peak("NVIDIA L40") == 181e12
+    for other in ("NVIDIA RTX A1000", "NVIDIA RTX A4000", "NVIDIA RTX A4500", "A card of tomorrow"):
+        assert stated_peak(other) is None
     assert device_peak(torch.device("meta"), torch.float32).share(1e9) is None
 
 
