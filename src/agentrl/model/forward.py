@@ -300,7 +300,7 @@ def small_copy(model: Any) -> Any:
     _cut_vocabulary(small)
     allocate(small, torch.device("cpu"))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would reseed every GPU too
         _randomize(small)
         compute_buffers(small, ())
     disable_dropout(small)

@@ -78,7 +78,7 @@ class Breaker:
         self._delay = FIRST_PROBE_SECONDS
         self._probe_at = 0.0
         self._probing = False
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[asyncio.Future[bool]] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._remind_at = 0.0
 
@@ -153,17 +153,26 @@ class Breaker:
         self._probing = True
         self._start_timer(_PROBE_LIMIT_SECONDS)
 
-    async def wait(self) -> None:
-        """Return when the dependency is up, or when it is this call's turn to probe it."""
+    def gave_up(self) -> None:
+        """Note that the call that probes has ended otherwise, as by an error of its own: let others probe."""
+        if self.is_open and self._probing:
+            self._schedule_probe(None)
+
+    async def wait(self) -> bool:
+        """Return False when the dependency is up; True when it is this call's turn to probe it."""
         if not self.is_open:
-            return
+            return False
         probe_was_due = self.probe_is_due
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         if probe_was_due:
             self._let_one_probe()
         try:
-            await turn
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.result():
+                self.gave_up()  # its turn came in the moment in which it was cancelled
+            raise
         finally:
             if turn in self._waiting:
                 self._waiting.remove(turn)
@@ -177,7 +186,7 @@ class Breaker:
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
-                turn.set_result(None)
+                turn.set_result(False)
 
     def _open(self, retry_after: float | None) -> None:
         self.down_since = time.monotonic()
@@ -208,7 +217,7 @@ class Breaker:
             turn = self._waiting.popleft()
             if not turn.done():
                 self.begin_probe()
-                turn.set_result(None)
+                turn.set_result(True)
                 return
         self._changed()
 
@@ -378,29 +387,37 @@ class Outages:
         """
         deadline = time.monotonic() + self._wait_seconds
         blame: dict[Dependency, CallFailures] = {}
-        while True:
-            try:
-                result = await call()
-            except FailureError as error:
-                dependency = error.outage
-                if dependency is None:
-                    raise
-                breaker = self.breaker(dependency)
-                breaker.failed(error.message, error.retry_after)
-                if isinstance(error, SessionLostError):
-                    raise
-                own = blame.setdefault(dependency, CallFailures(breaker.served))
-                if own.is_own(breaker.served) and not isinstance(error, ServerFullError):
-                    error.outage = None
-                    raise
-                if time.monotonic() >= deadline:
-                    raise
-                with clock.stopped():
-                    await self._pause(breaker, deadline)
-            else:
-                for dependency in blame:
-                    self.breaker(dependency).succeeded()
-                return result
+        probed: Breaker | None = None
+        try:
+            while True:
+                try:
+                    result = await call()
+                except FailureError as error:
+                    dependency = error.outage
+                    if dependency is None:
+                        raise
+                    breaker = self.breaker(dependency)
+                    breaker.failed(error.message, error.retry_after)
+                    if isinstance(error, SessionLostError):
+                        raise
+                    own = blame.setdefault(dependency, CallFailures(breaker.served))
+                    if own.is_own(breaker.served) and not isinstance(error, ServerFullError):
+                        error.outage = None
+                        raise
+                    if time.monotonic() >= deadline:
+                        raise
+                    if probed is not None and probed is not breaker:
+                        probed.gave_up()
+                    with clock.stopped():
+                        probed = breaker if await self._pause(breaker, deadline) else None
+                else:
+                    for dependency in blame:
+                        self.breaker(dependency).succeeded()
+                    return result
+        finally:
+            # A probe that ends in an error of its own would keep others from probing for two minutes.
+            if probed is not None:
+                probed.gave_up()
 
     def count_lost_session(self, task_id: str, traj_id: int) -> bool:
         """Count that a trajectory of a slot lost its session; return whether the slot is to blame for it."""
@@ -457,16 +474,19 @@ class Outages:
             breaker.close()
 
     @staticmethod
-    async def _pause(breaker: Breaker, deadline: float) -> None:
-        """Wait until the breaker is closed or probed; if it is closed already, for a moment."""
+    async def _pause(breaker: Breaker, deadline: float) -> bool:
+        """Wait until the breaker is closed or probed; if it is closed already, for a moment.
+
+        Return whether it is this call's turn to probe.
+        """
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                 # Rest although it is closed: below OPEN_AFTER failures the call would repeat at once.
                 if not breaker.is_open:
                     await asyncio.sleep(FIRST_PROBE_SECONDS)
-                await breaker.wait()
+                return await breaker.wait()
         except TimeoutError:
-            return
+            return False
 
 
 class LateServers:

@@ -376,7 +376,9 @@ class Publisher:
             with explain_write_errors(temporary, self.controller.writer.model.bytes):
                 written = await asyncio.wrap_future(write)
             # Wait for memory after the files: if it is short, nobody writes to the folder that is discarded.
-            live = None if publication.live is None else await asyncio.wrap_future(publication.live)
+            live: LiveWeights | None = None
+            if publication.live is not None:
+                live = await asyncio.wrap_future(publication.live)
             # Link before publishing, which renames the folder.
             checkpoint = await publication.checkpoint
             if checkpoint is not None:

@@ -151,6 +151,29 @@ async def test_probes_go_round_so_that_a_call_that_always_fails_holds_nobody_up(
     await asyncio.gather(poison, return_exceptions=True)
 
 
+@pytest.mark.parametrize("end", ["an error of its own", "cancelled"])
+async def test_a_probe_that_ends_in_another_way_keeps_no_other_from_probing(
+    outages: Outages, end: str
+) -> None:
+    server, probes = Server(), asyncio.Event()
+
+    async def first() -> object:
+        if not outages.breaker(SEARCH).held:
+            return await server.call()  # nobody else waits yet
+        server.is_up = True
+        probes.set()
+        if end == "cancelled":
+            await asyncio.sleep(60)
+        raise FailureError("too long")
+
+    probing, other = (asyncio.create_task(hold(outages, call)) for call in (first, server.call))
+    await probes.wait()
+    if end == "cancelled":
+        probing.cancel()
+    await asyncio.gather(probing, return_exceptions=True)
+    assert await asyncio.wait_for(other, 5) == "found"
+
+
 async def test_a_call_that_fails_while_others_are_served_is_the_trajectorys_own_failure(
     outages: Outages,
 ) -> None:
