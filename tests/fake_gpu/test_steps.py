@@ -131,7 +131,7 @@ def reads(case: Case) -> dict[str, int]:
     if layout.tp > 1:
         passes = 2 if is_reference else 1
         for function in ("EmbeddingParallel.transform_output_post_forward", _TP_FORWARD):
-            found[f"transformers/distributed/apply.py {function}"] = passes * BATCHES
+            found[f"transformers/distributed/tensor_parallel.py {function}"] = passes * BATCHES
     if is_reference:
         found["agentrl/train/step.py _to_numpy"] = BATCHES
     return found

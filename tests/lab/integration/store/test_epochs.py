@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import signal
 import subprocess
 import sys
@@ -111,7 +112,7 @@ async def die_in(call: str, run: RunConfig) -> None:
     """A process that makes ``call`` and is killed with SIGKILL before its third batch."""
     code = DIE.format(
         batch=BATCH,
-        tests=str(Path(__file__).parent),
+        tests=str(Path(inspect.getfile(make_tasks)).parent),
         name=run.run_name,
         uri=run.db_connection_string,
         call=call,
