@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-MISBEHAVING = str(Path(__file__).parents[1] / "integration" / "servers" / "misbehaving_server.py")
+MISBEHAVING = str(Path(__file__).parents[1] / "core" / "integration" / "servers" / "misbehaving_server.py")
 _START_SECONDS = 30.0
 
 
