@@ -40,6 +40,7 @@ def now() -> datetime:
     It is the database's time once ``follow_clock`` was called, and before that this host's.
     """
     moment = _clock.now()
+    # Cut what MongoDB would cut: a document read back equals the one that was written.
     return moment.replace(microsecond=moment.microsecond // 1000 * 1000)
 
 
@@ -99,6 +100,7 @@ Decode = Callable[[Any], Any]
 """Converts a stored value other than None to the value of a field."""
 
 
+# Cache it: get_type_hints compiles and evaluates every annotation anew, and each document read asks for it.
 @cache
 def _fields(cls: Any) -> tuple[tuple[str, str, Decode | None], ...]:
     """Return (name, stored name, decoder or None) of each field."""
@@ -115,6 +117,7 @@ def _fields(cls: Any) -> tuple[tuple[str, str, Decode | None], ...]:
 
 def plain(value: Any) -> Any:
     """Return the value with dataclasses and enums converted for BSON, also in lists and mappings."""
+    # Compare the exact type: a StrEnum is a str to isinstance, and would not become its value.
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Document):
@@ -214,6 +217,7 @@ def sanitize_bson(value: Any, depth: int = 0) -> Any:
     other objects become strings, sets become lists, and numbers of other libraries become Python's.
     """
     if value is None or isinstance(value, (bool, float, bytes, datetime)):
+        # Convert a float too: numpy's float64 is a subclass, which orjson refuses.
         return float(value) if isinstance(value, float) else value
     if isinstance(value, str):
         return replace_surrogates(value)
@@ -227,6 +231,7 @@ def sanitize_bson(value: Any, depth: int = 0) -> Any:
     if isinstance(value, (list, tuple, set, frozenset, Mapping)) and depth >= _MAX_DEPTH:
         return _to_text(value)
     if isinstance(value, (set, frozenset)):
+        # Sort by repr: hashes order a set anew in each process, and its items may not compare.
         return _sanitize_items(sorted(value, key=repr), depth + 1)
     if isinstance(value, (tuple, Mapping)):
         return _sanitize_items(value, depth + 1)

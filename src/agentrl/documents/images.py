@@ -178,9 +178,11 @@ def image_of_url(url: str, *, where: str = "the image") -> Image:
 
 def image_of_base64(text: str, *, where: str = "the image") -> Image:
     """Return the image whose bytes are base64 in ``text``. Raises ImageError."""
+    # Measure the text first: decoding copies it, and whoever sends it chose its length.
     if len(text) > MAX_IMAGE_BYTES * 4 // 3 + 4:
         raise _too_large(where, len(text) * 3 // 4)
     try:
+        # Take white space out: MIME encoders break lines, which validate refuses.
         data = base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageError(f"{where} is not base64: {error}", hint="encode the file's bytes") from error
@@ -191,6 +193,7 @@ def image_of_file(path: Path) -> Image:
     """Return the image of a file. Raises ImageError."""
     try:
         state = path.stat()
+        # Ask before reading: a pipe without a writer never answers, and /dev/zero never ends.
         if not stat.S_ISREG(state.st_mode):
             raise ImageError(f"the image {path} is not a file", hint="name a PNG, JPEG or WebP file")
         if state.st_size > MAX_IMAGE_BYTES:
@@ -213,16 +216,19 @@ def image_of_bytes(data: bytes, *, where: str = "the image") -> Image:
         raise _too_large(where, len(data))
     picture = _opened(data, where)
     media_type = _FORMATS[str(picture.format)]
+    # Look now: the decoded picture below is upright RGB and has lost format, frames and EXIF data.
     is_plain = (
         media_type in _KEPT
         and picture.mode in ("RGB", "L")
         and getattr(picture, "n_frames", 1) == 1
         and picture.getexif().get(_ORIENTATION, 1) == 1
     )
+    # Decode it even where its bytes are kept: a file that was cut has a sound header.
     picture = decoded(picture, where)
     if not is_plain:
         stream = io.BytesIO()
         picture.save(stream, format="PNG")
+        # Measure it again below: the pixels of a small file may be a PNG beyond the limit.
         data, media_type = stream.getvalue(), "image/png"
         if len(data) > MAX_IMAGE_BYTES:
             raise _too_large(f"{where}, encoded as PNG,", len(data))
@@ -266,6 +272,7 @@ def decoded(picture: Picture, where: str) -> Picture:
                 white = Pillow.new("RGBA", upright.size, "white")
                 upright = Pillow.alpha_composite(white, upright)
             return upright.convert("RGB")
+    # Catch everything: for damaged files Pillow raises SyntaxError, struct.error and others beside OSError.
     except Exception as error:
         raise ImageError(
             f"{where} cannot be decoded: {type(error).__name__}: {str(error)[:_SHOWN]}",
@@ -282,6 +289,7 @@ def _opened(data: bytes, where: str) -> Picture:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the limit below is stricter than Pillow's
+            # Name the formats: Pillow has more, and for EPS it starts Ghostscript on what others sent.
             picture = Pillow.open(io.BytesIO(data), formats=tuple(_FORMATS))
     except Exception as error:
         raise ImageError(

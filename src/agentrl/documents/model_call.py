@@ -55,6 +55,7 @@ def pack_routing(routing: NDArray[np.integer]) -> bytes:
     as differences of ascending indices, which compress to about 0.7 of a byte per expert of 128.
     """
     ascending = np.sort(routing, axis=-1)
+    # Go by the ids at hand: an engine's answer does not say how many experts the model has.
     itemsize = 1 if ascending.max(initial=0) < 256 else 2
     gaps = np.diff(ascending, axis=-1, prepend=0).astype(f"<u{itemsize}")
     data = zlib.compress(gaps.tobytes(), _FAST)
@@ -74,6 +75,7 @@ def routed_tokens(packed: bytes) -> int:
 def without_first(packed: bytes) -> bytes:
     """Return the pieces without their first token."""
     tokens, skipped, *rest = _HEADER.unpack_from(packed)
+    # Count it in the header: without it the compressed gaps would have to be unpacked and packed again.
     return _HEADER.pack(tokens, skipped + 1, *rest) + packed[_HEADER.size :]
 
 
@@ -96,6 +98,7 @@ class TreeRouting:
         follows = has_parent and is_next
         self._fill(start - follows)
         self._pieces.append(without_first(routing) if has_parent and not is_next else routing)
+        # Stop before the last token: it was sampled, and only a call that continues this one computes it.
         self._tokens = start + tokens - 1
         self._is_empty = False
 
@@ -116,6 +119,7 @@ def unpack_routing(packed: bytes, shape: ExpertShape) -> Routing:
     it. A layer without any token that has is dense. Raises ValueError for bytes that are not pieces, and for
     a routing of another shape.
     """
+    # End int8 at 128 experts, not at 256: −1 needs the sign.
     kind = np.int8 if shape.experts <= 128 else np.int16
     found = [np.empty((0, shape.layers, shape.top_k), kind)]
     for tokens, skipped, layers, top_k, itemsize, data in _pieces(packed):
@@ -176,6 +180,7 @@ class SamplingMask:
     def of(cls, rows: Sequence[Sequence[int]]) -> Self:
         """Build it from the ids of each token, in any order."""
         counts = np.fromiter(map(len, rows), np.int64, len(rows))
+        # Begin with an empty array: numpy refuses to concatenate none, and a call may have no tokens.
         ids = np.concatenate([np.zeros(0, np.int64), *(np.asarray(row, np.int64) for row in rows)])
         return cls(counts, ids[np.lexsort((ids, np.repeat(np.arange(len(rows)), counts)))])
 
@@ -215,6 +220,7 @@ class SamplingMask:
             return b""
         gaps = np.diff(self.ids, prepend=0)
         first = (np.cumsum(self.counts) - self.counts)[self.counts > 0]
+        # Start each token at 0: over the border of two tokens a gap may be negative, which has no encoding.
         gaps[first] = self.ids[first]
         return _encode(np.concatenate([self.counts, gaps]))
 
@@ -252,6 +258,7 @@ def _decode(data: bytes) -> NDArray[np.int64]:
         raise StoreError(f"a sampling mask of {len(data)} bytes ends within a number")
     start = np.concatenate([[0], last[:-1] + 1])
     place = np.arange(len(values)) - np.repeat(start, np.diff(last, prepend=-1))
+    # Ask before the shift: numpy shifts by more than 63 bits to 0 without an error.
     if place.max() > 4:
         raise StoreError(f"a sampling mask of {len(data)} bytes has a number of more than 32 bits")
     return np.add.reduceat((values & (_MORE - 1)) << _BITS * place, start)
@@ -438,6 +445,7 @@ class DispatchedSamplingTask(Root):
     the last one before its own last. Empty without a mixture, or if the engine did not return them all."""
     images: tuple[ImageSpan, ...] = ()
     """Tokens of ``context_ids`` that stand for images."""
+    # Leave them out of ==: the store adds them, so that a call read back would differ from the one written.
     checksums: dict[str, str] = field(default_factory=dict, compare=False)
     """See ``store.mechanics.blobs``."""
 
@@ -460,6 +468,7 @@ def storable_arguments(arguments: Any) -> Any:
     """
     storable = sanitize_bson(arguments)
     try:
+        # Compare as JSON: 1, 1.0 and True are equal to Python, and three values to a tool.
         text = json.dumps(arguments, ensure_ascii=False)
         return storable if json.dumps(storable, ensure_ascii=False) == text else text
     except (TypeError, ValueError, RecursionError):  # values of an agent's own that are not JSON
@@ -511,6 +520,7 @@ def strip_tool_results(
     stored, index = [], 0
     for message in messages:
         has_result = index < len(executions) and message.get("role") == "tool"
+        # Replace only an equal content: an agent may have cut a result before it sent it to the model.
         if has_result and message.get("content") == executions[index].content:
             message = {key: value for key, value in message.items() if key != "content"}
             message["execution"] = index

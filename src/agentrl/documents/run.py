@@ -413,6 +413,7 @@ class InferenceService(Root):
     """Whether it waits for whole weights: a delta that it needs is damaged or missing."""
     host: str
     pid: int
+    # Ask for more than the URL: after a restart another engine may listen at the same host and port.
     instance: str | None = None
     """A random name that the engine's server returns; it identifies the server behind ``url``."""
     served: tuple[ServedVersion, ...] = ()
@@ -473,6 +474,7 @@ class Evaluation(Root):
     label: str = ""
     right_threshold: float
     """A trajectory passes when its score is above this."""
+    # Hold JSON and no Summary: scoring is a layer above the documents, which may not import it.
     results: dict[str, Any] | None = None
     """Set when it is finished: ``scoring.evaluation.Summary`` as JSON, and one for each group of tasks."""
     by: str | None = None

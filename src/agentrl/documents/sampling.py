@@ -115,7 +115,9 @@ class SamplingParams:
         """
         if _SEED in self.extra:
             return self
+        # Take no hash(): Python salts that of texts in each process.
         digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=4).digest()
+        # Keep 31 bits: the seed then is not negative as a signed 32-bit number either.
         return self.replace(extra={**self.extra, _SEED: int.from_bytes(digest) >> 1})
 
     def to_request(self) -> dict[str, Any]:
@@ -175,6 +177,7 @@ def _typed(name: str, value: Any, known: Mapping[str, Any]) -> Any:
             f"unknown sampling parameter {name!r}",
             hint=f"did you mean {near[0]!r}?" if near else 'put parameters of one engine under "extra"',
         )
+    # Compare text: annotations are not evaluated in this module.
     kind = known[name].type
     if kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)

@@ -147,6 +147,7 @@ def record_key(task_key: str, traj_id: int, attempt: int) -> str:
 
 def record_task(record_key: str) -> str:
     """Return the ``_id`` of the Task of a Record, or of its training data, by its ``_id``."""
+    # Split from the right: a task's own id may have slashes, the two numbers behind it have none.
     return record_key.rsplit("/", 2)[0]
 
 
@@ -179,12 +180,15 @@ def sum_name(weights: Mapping[str, float]) -> str:
     if not weights:
         raise ValueError("it names no scorer")
     for name, weight in weights.items():
+        # Refuse white space: " + " separates the terms of a stored sum.
         if not name or name != "".join(name.split()):
             raise ValueError(f"{name!r} is not the name of a scorer")
+        # Ask for bool apart: True is a number to Python, and in a task file a slip.
         if isinstance(weight, bool) or not is_finite(weight):
             raise ValueError(f"the weight of {name} is {weight!r}, which is not a number")
     if list(weights.values()) == [1]:
         return next(iter(weights))
+    # Write weights by repr, the shortest text that is read back as the same float.
     return _PLUS.join(f"{weight!r}*{name}" for name, weight in weights.items())
 
 

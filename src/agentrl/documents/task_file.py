@@ -53,6 +53,7 @@ _SUFFIXES = {
     ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".csv": "csv", ".tsv": "csv",
     ".jsonl": "json", ".ndjson": "json", ".json": "json",
 }  # fmt: skip
+# Name three: gzip raises EOFError for a file that was cut, and zlib.error for a damaged one.
 _READING = (OSError, EOFError, zlib.error)
 _SPACE = " \t\r\n"
 
@@ -117,6 +118,7 @@ class TaskSource:
             self._file = open_binary(path) if file is None else file
         except _READING as error:
             raise _unreadable(path, error) from error
+        # Close it with the source: the tasks that read_tasks returns read it long after the call.
         weakref.finalize(self, self._file.close)
         self._start = self._skip_byte_order_mark()
 
@@ -151,6 +153,7 @@ class TaskSource:
     def _lines(self) -> Iterator[Item]:
         offset, number = self._start, 0
         self._file.seek(offset)
+        # Bound the read: a binary file may be one line of gigabytes.
         while raw := self._file.readline(MAX_LINE_BYTES + 1):
             number += 1
             length = len(raw)
@@ -160,6 +163,7 @@ class TaskSource:
                 yield Item(number, offset, length, BadTaskError(too_long))
             elif raw.strip():
                 yield Item(number, offset, length, _parsed(raw))
+            # Seek to it again: between two lines the caller may have read a task elsewhere in the file.
             offset += length
             self._file.seek(offset)
 
@@ -215,6 +219,7 @@ class _Window:
     def __init__(self, file: BinaryIO, start: int) -> None:
         file.seek(start)
         self._file = file
+        # Keep bad bytes as surrogates: encoded again they have their length, so that offsets stay right.
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         self._text = ""
         self._at = 0
@@ -251,6 +256,7 @@ class _Window:
                 if not self._more():
                     raise
                 continue
+            # Read on behind a value that ends with the text: a number may have further digits.
             if end < len(self._text) or not self._more():
                 self.take(end - self._at)
                 return value
@@ -258,6 +264,7 @@ class _Window:
     def _more(self) -> bool:
         """Read at least as much text as is pending; return False at the end of the file."""
         pending = len(self._text) - self._at
+        # Double the text: decoding begins anew each time, and fixed pieces would take quadratic time.
         raw = self._file.read(max(_CHUNK, pending))
         self._text = self._text[self._at :] + self._decoder.decode(raw, final=not raw)
         self._at = 0
@@ -276,6 +283,7 @@ def open_binary(path: Path) -> BinaryIO:
         file.seek(0)
         if not is_compressed:
             return file
+        # Unpack it once: to seek back in gzip is to begin anew, and tasks are read in shuffled order.
         with file, gzip.GzipFile(fileobj=file) as content:
             return _copy(cast("BinaryIO", content), Unpacked(path, os.fstat(file.fileno()).st_size))
     except BaseException:
@@ -339,6 +347,7 @@ def _broken_list(path: Path, line: int, reason: str) -> TaskFileError:
 def kind_of_file(path: Path) -> str:
     """Return ``parquet``, ``arrow``, ``csv`` or ``json`` by a file's first bytes and its name."""
     by_name = kind_of_name(path.name)
+    # Trust the name of a CSV file: it has no first bytes of its own.
     if by_name == "csv" or not path.is_file():
         return by_name or "json"
     try:
@@ -434,6 +443,7 @@ class _FileTasks(Sequence[Task]):
         self._rows = rows
         self._folder = source.folder
         self._task_arguments = (split, num_generations, self._folder)
+        # Hold numbers in arrays: a list of Python's integers takes about four times the memory.
         self._numbers = array("Q")
         self._offsets = array("Q")
         self._lengths = array("Q")
@@ -450,6 +460,7 @@ class _FileTasks(Sequence[Task]):
     def shuffle(self, seed: str) -> None:
         """Shuffle the order; the result is the same on every machine."""
         shuffled = list(self._file_indexes)
+        # Seed by a text: Random takes its SHA-512, which is the same in every process.
         random.Random(seed).shuffle(shuffled)
         self._file_indexes = array("Q", shuffled)
 
@@ -521,6 +532,7 @@ def read_tasks(
             value, preset = rows.read(item.value, item.number)
             reading.look(item.value)
             if not source.is_trusted:
+                # Check it before make_task, which opens the images.
                 _require_images_inside(value)
             task = make_task(value, split, num_generations, source.folder)
             reading.add(task, item, where, preset)

@@ -75,6 +75,7 @@ def checkpoint_folders(root: Path, *, undone: bool = False, attempt: int | None 
     for path in root.iterdir() if root.is_dir() else ():
         name = _NAME.fullmatch(path.name)
         if name is not None and (undone or not name[1]) and is_checkpoint(path):
+            # Sort by attempt before step: a trainer that went back has written lower steps later.
             found.append((int(name[3] or 1), int(name[2]), path))
     return [path for number, _, path in sorted(found) if attempt is None or number <= attempt]
 
@@ -105,6 +106,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     try:
         content = {"attempt": 1, **json.loads((folder / STATE).read_text(encoding="utf-8"))}
         values = {item.name: content[item.name] for item in fields(CheckpointState)}
+        # Make a tuple again: JSON reads lists, and no list equals a tuple.
         state = CheckpointState(**{**values, "train_steps": tuple(content["train_steps"])})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -299,6 +301,7 @@ class TokenStatistics(Root):
         if end > tokens or any(not 0 <= span.start < span.end for span in self.spans):
             return f"a span is outside {tokens} tokens"
         count = sum(span.end - span.start for span in self.spans)
+        # Count bytes, not values: numpy raises for an odd number of bytes, and damage is to be told.
         packed = {len(self.log_ratios), len(self.entropies)}
         return None if packed == {2 * count} else f"{count} tokens have {sorted(packed)} packed bytes"
 
