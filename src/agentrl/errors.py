@@ -106,11 +106,13 @@ class AgentRLError(Exception):
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or the name of its type if it has none."""
+    # Fall back to the type: asyncio's TimeoutError, for one, has no text.
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def nearest(name: object, known: Iterable[object]) -> str | None:
     """Return the hint that names the known name nearest to a misspelt one; None if none is near."""
+    # Import it here: every process imports this module, and few ever name a near word.
     import difflib
 
     found = difflib.get_close_matches(str(name), map(str, known), n=1)
@@ -261,6 +263,7 @@ class OutageError(FailureError):
     ``retry_after`` is the earliest time of a repetition, in seconds from now.
     """
 
+    # Take no outage: whoever calls a user's code knows by which name the run calls what is down.
     def __init__(self, message: str, *, hint: str | None = None, retry_after: float | None = None) -> None:
         super().__init__(message, hint=hint, retry_after=retry_after)
 

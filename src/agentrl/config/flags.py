@@ -82,6 +82,7 @@ def flag(
         "ignored": ignored,
         "per_process": per_process,
     }
+    # Leave a secret out of repr: a traceback or a log line that shows the group then does not hold it.
     return field(default=default, repr=not secret, metadata=metadata)
 
 
@@ -181,6 +182,7 @@ def require_writable(flag: str, path: str | None) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.is_dir():
             reason = "it is a folder"
+        # Ask instead of opening it for writing, which would empty a file that is there.
         elif not os.access(file if file.exists() else file.parent, os.W_OK):
             reason = "Permission denied"
     except OSError as error:
@@ -201,6 +203,7 @@ def add_flag(
     """
     plain = plain_type(kind)
     options: dict[str, Any] = {
+        # Leave out what is not given: else a default would win over the value of a --config file.
         "default": argparse.SUPPRESS,
         "help": help_of(
             item, kind, None if changes.get("required") else changes.get("default", item.default)
@@ -263,6 +266,7 @@ def help_of(item: dataclasses.Field[Any], kind: Any, default: Any) -> str:
         notes.append(f"default: {default}")
     ending = "; ".join(filter(None, notes))
     text = f"{item.metadata['help']} ({ending})" if ending else str(item.metadata["help"])
+    # Double them: argparse fills help texts in by the operator %.
     return text.replace("%", "%%")
 
 
@@ -275,6 +279,7 @@ def _boolean(text: str) -> bool:
 _collecting: ContextVar[bool] = ContextVar("agentrl_collects_parsers", default=False)
 
 
+# Derive it from BaseException: a command's own `except Exception` must let it pass.
 class CollectedParser(BaseException):
     """Ends a command where it would parse its words; ``parser`` is its parser."""
 

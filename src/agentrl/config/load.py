@@ -56,6 +56,7 @@ class Configs:
     def with_flags(self, values: Mapping[str, Any]) -> Configs:
         """Return a copy in which the flags ``values`` were given too, by name."""
         groups = [
+            # Make new objects: the checks of ranges run when one is made.
             dataclasses.replace(
                 group, **{name: values[name] for name in flag_names(type(group)) if name in values}
             )
@@ -90,6 +91,7 @@ def parse(
     end_if_collected(parser, command)
     groups = (*GROUPS, *extra)
     known = [f"--{name}" for name in flag_names(*groups)]
+    # Change hyphens in known flags alone: the value of --engine_args has an engine's own.
     words = ["--verbose" if word == "-v" else _underscored(word, known) for word in replace_flags(argv)]
     parsed, rest = parser.parse_known_args(words)
     if rest:
@@ -194,6 +196,7 @@ def _entries(
                 raise _unknown("section", str(key), list(names), file, key)
             _require_in_section(file, key, value, names)
             yield from (((key, name), name, item) for name, item in value.items())
+        # Pass over a section whose flags are all commented out: YAML reads it as null.
         elif key not in names or value is not None:
             yield (key,), key, value
 
@@ -219,6 +222,7 @@ def _fits(hint: Any, value: Any) -> bool:
         return is_text or (hint == Switch and isinstance(value, bool))
     if get_args(hint):
         return any(_fits(kind, value) for kind in get_args(hint))
+    # Compare exact types: YAML's true is an int to isinstance.
     return type(value) is hint or (type(value) is int and hint is float)
 
 
@@ -262,6 +266,7 @@ class CommandParser(argparse.ArgumentParser):
     """Parses the arguments of commands with a few flags of their own; its errors are ConfigErrors."""
 
     def __init__(self, **kwargs: Any) -> None:
+        # Take no abbreviations: argparse would read a misspelled --max_step as --max_steps.
         super().__init__(allow_abbrev=False, **kwargs)
         self.description = textwrap.fill(self.description or "", _columns())
         self.epilog = examples_text(self.prog)
@@ -395,6 +400,7 @@ def replace_flags(argv: Sequence[str]) -> list[str]:
             words.append(word)
             continue
         if not joined:
+            # Look for two hyphens: a value may be a negative number.
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         evaluates = evaluates and name != "eval_strategy"
         new = replace_flag(name, value)

@@ -72,11 +72,13 @@ class RunConfig(Flags):
             "use up to 48 letters, digits, '_' and '-': it names the database and the folders",
         )
         require(
+            # Ignore case: MongoDB refuses a name that differs from another's in case alone.
             self.run_name.lower() not in SYSTEM_DATABASES,
             f"--run_name is {self.run_name!r}, the name of one of MongoDB's own databases",
             "choose another name: the run's database is named after it",
         )
         if self.db_connection_string is None:
+            # Read it here: as the flag's default the URI, with its password, would be in every --help.
             object.__setattr__(self, "db_connection_string", uri_of_variables(os.environ))
 
     @property
@@ -86,6 +88,7 @@ class RunConfig(Flags):
 
     def checkpoint_roots(self, fallback: str | None) -> list[Path]:
         """Return the folders of checkpoints; ``fallback`` is the trainer's ``--fallback_output_dir``."""
+        # Add the run's name to the fallback alone: runs may share it, and an --output_dir belongs to one.
         return [Path(self.output), *([Path(fallback) / self.run_name] if fallback else [])]
 
 
@@ -100,6 +103,7 @@ def uri_of_variables(variables: Mapping[str, str]) -> str | None:
         return uri or None
     hint = "write the URI of the database, and nothing else, into a file that this user can read"
     try:
+        # Strip it: an editor ends the file with a line break, which is no part of the URI.
         found = Path(file).read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ConfigError(

@@ -128,6 +128,7 @@ def _with_flags_of_losses(group: C) -> C:
 
 
 @dataclass(frozen=True, kw_only=True)
+# Apply it below dataclass, which reads the annotations of a class once, when it makes it.
 @_with_flags_of_losses
 class LossConfig(Flags):
     """The loss (docs/losses.md)."""
@@ -210,6 +211,7 @@ class LossConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_corrections(self.importance_correction)
+        # Parse both now: what is wrong in them ends the command before it loads a model.
         _ = self.arguments
         require(
             self.loss_length_divisor is None or not self.token_level_loss,
@@ -299,6 +301,7 @@ def parse_corrections(text: str) -> tuple[Correction, ...]:
 def _parse_correction(entry: str) -> Correction:
     name, *numbers = entry.split(":")
     if name not in _DEFAULTS:
+        # Set the cutoff to 0: then the list is never empty, however far the name is.
         nearest = difflib.get_close_matches(name, _DEFAULTS, n=1, cutoff=0.0)[0]
         raise ConfigError(
             f"--importance_correction has the unknown name {name!r}; choose from {', '.join(_DEFAULTS)}",

@@ -183,6 +183,7 @@ async def _connected(run: RunConfig, doing: str) -> AsyncIterator[Connection]:
     if run.db_connection_string is not None:
         connection = Connection(run.db_connection_string, run.run_name, run.db_timeout_seconds)
     else:
+        # Ask in a thread: it reads the server's files, and their disk may be slow.
         server = await asyncio.to_thread(_embedded_server, run.mongo_dir)
         connection = Connection(server.uri, run.run_name, run.db_timeout_seconds, server.explain)
     try:
@@ -191,6 +192,7 @@ async def _connected(run: RunConfig, doing: str) -> AsyncIterator[Connection]:
     except PyMongoError as error:
         await connection.close()
         raise connection.error(doing, error) from error
+    # Close it also where the opening is cancelled: the client's monitors would go on.
     except BaseException:
         await connection.close()
         raise
@@ -199,6 +201,7 @@ async def _connected(run: RunConfig, doing: str) -> AsyncIterator[Connection]:
 async def _check_name(connection: Connection) -> None:
     """Raise ConfigError if a database name differs from the run's only in case, which MongoDB refuses."""
     wanted = connection.database.name
+    # Use the name as a pattern as it is: --run_name has only letters, digits, '_' and '-'.
     listed = await connection.client.admin.command(
         "listDatabases", nameOnly=True, filter={"name": {"$regex": f"^{wanted}$", "$options": "i"}}
     )
@@ -229,6 +232,7 @@ async def _no_run(connection: Connection) -> RunMissingError:
 
 def _embedded_server(directory: str) -> LocalServer:
     """Return the embedded server of a folder. Raises StoreError if it does not run, and if there is none."""
+    # Ask by name: the embedded server belongs to a wing that may not be installed.
     find = DATABASE_SERVERS.known().get("embedded")
     if find is None:
         raise StoreError(

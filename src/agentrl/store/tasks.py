@@ -141,6 +141,7 @@ class Tasks(Repository):
         if not tasks:
             return LoadResult(0, 0, withdrawn=loaded)
         split, epoch = tasks[0].split, tasks[0].epoch
+        # Compare before the lease: each sampler loads its file, and mostly nothing is missing.
         compared = await self._compare(tasks, range(len(tasks)))
         is_loaded = await self._epochs.is_loaded(split, epoch)
         if is_loaded and not append:
@@ -259,6 +260,7 @@ class Tasks(Repository):
     async def _compare(self, tasks: Sequence[Task], indices: Sequence[int]) -> _Comparison:
         compared = _Comparison()
         if indices and not await self._epochs.count(tasks[indices[0]].split, tasks[indices[0]].epoch):
+            # Look none up: at the first load that would read the whole file once more.
             compared.missing.extend(indices)
             return compared
         for batch in _batches(tasks, indices):
@@ -278,6 +280,7 @@ class Tasks(Repository):
         """Insert the tasks that are missing; return how many."""
         documents = [sealed(TASK, task.to_document(), "content") for task in tasks]
         try:
+            # Go on behind duplicates: a batch whose answer was lost in an outage is sent again.
             await self._collection(TASK).insert_many(documents, ordered=False)
         except BulkWriteError as error:
             failures = error.details.get("writeErrors", [])
@@ -292,10 +295,12 @@ class Tasks(Repository):
         collection = self._collection(TASK)
         moment = now()
         await collection.bulk_write(
+            # Replace slots only where none was claimed: new ones count from 0, which fences no old owner.
             [UpdateOne(_untouched(task.id), _new_text(task, moment, "slots")) for task in tasks]
             + [UpdateOne(_unbegun(task.id), _new_text(task, moment)) for task in tasks]
         )
         stored = await self._stored([task.id for task in tasks])
+        # Read them back: bulk_write returns how many filters matched, and not which.
         left = [task.id for task in tasks if any(_differences(stored.get(task.id, {}), task))]
         copies = [
             UpdateOne(_unbegun(task_key(task.split, epoch, task.task_id)), _new_text(task, moment))

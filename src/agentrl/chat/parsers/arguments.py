@@ -68,6 +68,7 @@ def convert_text(text: str, spec: Any, root: Mapping[str, Any] | None = None) ->
         if (
             not isinstance(choice, str)
             and decoded == choice
+            # Tell true from 1: Python calls them equal.
             and isinstance(decoded, bool) == isinstance(choice, bool)
         ):
             return decoded
@@ -125,6 +126,7 @@ class _Walk:
     ) -> None:
         self._root = root
         self._is_possible = is_possible
+        # Key by id, as dicts have no hash; each list holds its schema, so that no id is given out again.
         self._known: dict[int, list[Mapping[str, Any]]] = {}
         """The parts of each schema by its ``id``; empty while they are collected, which ends a cycle."""
 
@@ -228,6 +230,7 @@ def _null(text: str) -> None:
 
 def _integer(text: str) -> int:
     try:
+        # Refuse underscores: int() reads 1_000, which JSON never writes: it is text.
         return int(text) if "_" not in text else int("no digits")
     except ValueError:
         value = finite_float(text)
@@ -331,6 +334,7 @@ def validator_of(schema: Mapping[str, Any]) -> Any:
         Draft202012Validator.check_schema(schema)
     except (SchemaError, RecursionError, re.error) as error:
         raise ValueError(getattr(error, "message", str(error))) from error
+    # Give an empty registry: with its own, jsonschema fetches a $ref to a URL, which the schema chooses.
     return Draft202012Validator(schema, registry=Registry())
 
 

@@ -66,6 +66,7 @@ class MarkedParser:
                 failures += 1
                 at = self._next_mark(text, start)
         content = ("".join(outside) + text[at:]).strip()
+        # Report a lone closing mark: else the call before it is content, and an answer in it counts.
         if self.close and self.close in content:
             error = error or f"{self.close} without {self.opens[0]}: {shown(content)}"
         return ParsedMessage(content, tuple(calls), error)
@@ -91,6 +92,7 @@ class MarkedParser:
         if at == len(text):
             return at
         close, opening = text.find(self.close, at), self.find(text, at)
+        # Let a call pass whose closing mark is missing: the next one is then behind another opening mark.
         if close >= 0 and not 0 <= opening < close:
             raise CallSyntaxError(f"text behind the tool call: {shown(text[at:close])}")
         return block.end
@@ -104,6 +106,7 @@ class MarkedParser:
         return len(text) if close < 0 else close + len(self.close)
 
 
+# Give nothing back (`*+`): on repeated spaces plain quantifiers take quadratic time.
 _OBJECT = re.compile(r"\[?\s*+\{\s*+[\"']")
 
 
@@ -122,6 +125,7 @@ def read_json_calls(text: str, at: int) -> Block:
         except CallSyntaxError as problem:
             if block.end == at:
                 raise
+            # Report only what begins as a call does: text behind a call may open with a brace too.
             if _OBJECT.match(text, start):
                 block.error = block.error or str(problem)
             break
@@ -138,6 +142,7 @@ CODE_TOOLS = frozenset({"PythonInterpreter", "execute_code"})
 """Tools whose ``code`` argument may follow the JSON, unescaped inside ``<code>…</code>``."""
 
 _CODE_OPEN = "<code>"
+# End at a </code> that a tag or the end of the text follows: the code itself may hold one.
 _CODE = re.compile(r"<code>\n?(.*?)\n?</code>(?=\s*(?:</tool_call>|<tool_call>|$))", re.DOTALL)
 
 
@@ -192,6 +197,7 @@ class MistralParser(MarkedParser):
 
 _CALL, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 
+# Bound the name: without a limit, heads that end in no call take quadratic time.
 _DEEPSEEK_NAME = r"\s*+([^\s<`][^\n<`]{0,255})"
 _DEEPSEEK_HEAD = re.compile(
     rf"\s*+{_CALL}(?:function{_SEPARATOR}{_DEEPSEEK_NAME}\s{{0,32}}+```json|{_DEEPSEEK_NAME}{_SEPARATOR})"

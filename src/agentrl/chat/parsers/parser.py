@@ -130,6 +130,7 @@ class CallSyntaxError(ValueError):
 
 def shown(text: str) -> str:
     """Return ``text`` on one line, cut to ``SHOWN`` characters."""
+    # Cut before splitting: the text may be megabytes, and is quoted for each malformed call.
     line = " ".join(text[: 4 * SHOWN].split())
     return line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
 
@@ -159,6 +160,7 @@ def decode_json(text: str, at: int = 0) -> tuple[Any, int]:
 
 def _is_deeper(value: list[Any] | dict[str, Any], levels: int) -> bool:
     """Return whether lists and objects are nested more than ``levels`` deep."""
+    # Go level by level: a recursive walk would end by the RecursionError that it is to prevent.
     row = [value]
     for _ in range(levels):
         inner = (each.values() if isinstance(each, dict) else each for each in row)
@@ -232,12 +234,14 @@ _DECODER = json.JSONDecoder(strict=False, parse_float=finite_float, parse_consta
 
 
 _CONSTANTS = {"true": True, "false": False, "null": None}
+# Name MemoryError too: Python's parser raises it for text that nests too deeply.
 _PARSE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 def read_literal(text: str) -> Any:
     """Return the value of a Python literal. Raises ValueError for text that JSON cannot express."""
     try:
+        # Walk the tree here: literal_eval takes bytes, sets and complex numbers, and no true or null.
         return literal_of(ast.parse(text.strip(), mode="eval").body)
     except _PARSE_ERRORS as error:
         raise ValueError(f"not a literal: {error}") from error
@@ -353,6 +357,7 @@ def split_reasoning(text: str, tags: ReasoningTags = THINK, *, opened: bool = Fa
     spoken: list[str] = []
     inside = opened or _began_before(text, tags)
     at = 0
+    # Skip a tag that the model repeats: the prompt has opened this thought already.
     if inside and text.startswith(tags.open, skip_space(text, 0)):
         at = skip_space(text, 0) + len(tags.open)
     while True:
@@ -400,6 +405,7 @@ def _began_before(text: str, tags: ReasoningTags) -> bool:
     if close < 0 or text.find(tags.open, 0, close) >= 0:
         return False
     at, marks = 0, _marks(tags.open)
+    # Bound it: of a text of opening marks alone each would be searched for its end.
     for _ in range(MOST_FAILURES):
         mark = marks.search(text, at, close)
         if mark is None:
