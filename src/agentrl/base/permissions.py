@@ -49,6 +49,7 @@ def allow(names: Iterable[str]) -> None:
     if allowed is None:
         _allowed.set(set(names))
     else:
+        # Add to the same set: tasks that run already have copied the variable, and share what it holds.
         allowed.update(names)
 
 
@@ -68,6 +69,7 @@ def server_name(url: str) -> str:
     except ValueError:
         return f"//{url!a}"
     host = parts.hostname or ""
+    # Refuse a backslash: some clients read it as a slash, and so reach another host than urlsplit names.
     is_plain = host and port and "@" not in parts.netloc and "\\" not in url and url.isprintable()
     return f"//{f'[{host}]' if ':' in host else host}:{port}" if is_plain else f"//{url!a}"
 
@@ -75,6 +77,7 @@ def server_name(url: str) -> str:
 def file_name(path: str) -> str:
     """Return the name of a file or folder. Links are not followed."""
     plain = os.path.normpath(path)
+    # Take one slash of two: normpath keeps them, and here they would name a server.
     return plain.replace("//", "/", 1) if os.path.isabs(plain) else f"./{plain}"
 
 
@@ -140,6 +143,7 @@ def _above(name: str) -> Iterable[str]:
         yield name.rpartition(":")[0]
     elif name.startswith(("/", "./")):
         path = PurePosixPath(name)
+        # Allow nothing that still climbs: the parents of its text are not the folders that hold it.
         if ".." not in path.parts:
             places = [path] if path.is_absolute() else [path, PurePosixPath(os.getcwd()) / path]
             for place in places:

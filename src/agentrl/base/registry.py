@@ -98,9 +98,11 @@ class Registry(Generic[T]):
         if name in self._registered:
             return self._registered[name]
         if ":" in name:
+            # Ask before the import, which runs the module.
             require_allowed(name, self._kind)
             module, _, attribute = name.partition(":")
             return self._import(name, lambda: getattr(importlib.import_module(module), attribute))
+        # Load this one alone: a broken package beside it must not end the command.
         for point in entry_points(group=self._group, name=name):
             return self._import(name, point.load)
         raise self.unknown(name, self.names())

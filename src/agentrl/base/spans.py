@@ -59,6 +59,7 @@ class Span:
         if self._token is None:
             return
         contexts.detach(self._token)
+        # Tell it from a failure: a sampler that stops cancels every call that runs.
         if isinstance(error, asyncio.CancelledError):
             self._span.set_attribute("agentrl.cancelled", True)
         elif isinstance(error, Exception):
@@ -141,6 +142,7 @@ class Tracer:
         """
         if self._source is None:
             return NO_SPAN
+        # Give an empty context to a root: to the SDK None means the current span.
         context = contexts.Context() if root else None
         if parent is not None:
             context = api.set_span_in_context(parent._span)
@@ -159,6 +161,7 @@ class Tracer:
 
 def _root_of(trace_id: str) -> api.SpanContext:
     number = int(trace_id, 16)
+    # Mark it as sampled: by default the SDK drops the children of a parent that is not.
     return api.SpanContext(number, number & ROOT_BITS, is_remote=True, trace_flags=api.TraceFlags(1))
 
 

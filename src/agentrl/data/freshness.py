@@ -165,6 +165,7 @@ class VersionSteps:
         wanted = set(versions)
         if not wanted <= self._steps.keys():
             await self._read()
+        # Stop at 0: after a resume engines may still sample with a version of a later step.
         return {version: max(0, step - self._steps[version]) for version in wanted & self._steps.keys()}
 
     async def published_before(self, step: int) -> tuple[tuple[int, int], ...]:
@@ -181,6 +182,7 @@ class VersionSteps:
         return tuple(ranges)
 
     async def _read(self) -> None:
+        # Read only what is above the newest: what was read never changes, and a run may have thousands.
         newest = next(reversed(self._steps), -1)
         self._steps |= await self._store.policy_versions.steps_above(newest)
 

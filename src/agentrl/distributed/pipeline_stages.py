@@ -98,6 +98,7 @@ def receiving(model: Any, states: Tensor | None) -> Iterator[None]:
     try:
         yield
     finally:
+        # Let go of them: they hold the graph of the backward.
         table.states = None
 
 
@@ -152,6 +153,7 @@ def _check_equal(model: Any, stage_layers: Sequence[range]) -> None:
         with _reduced(model, stage, stage_layers):
             hidden = run_stage(executor, forest, hidden)
     error = float((cast(Tensor, hidden) - whole).abs().max())
+    # Ask for `not ≤`: a NaN is greater than nothing.
     if not error <= 1e-2 * float(whole.abs().max()):
         raise ModelError(
             f"{type(model).__name__} does not run its layers one after the other: the hidden states of"
@@ -232,7 +234,9 @@ def sum_tied_gradients(model: Any, stages: ProcessGroup) -> nn.Parameter | None:
         return None
     own = _placed_gradient(weight)
     sent, other = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
+    # Exchange between the two: a sum over the group needs the stages between, which have no such weight.
     peer = last - stage
+    # Start both together: a send that waits for its receive would wait on both stages.
     operations = [
         dist.P2POp(dist.isend, sent, group=stages, group_peer=peer),
         dist.P2POp(dist.irecv, other, group=stages, group_peer=peer),
@@ -248,6 +252,7 @@ def _placed_gradient(weight: nn.Parameter) -> Tensor:
 
     The gradient of a tensor-parallel embedding arrives whole on every rank.
     """
+    # Send zeros where no micro-batch gave a gradient: the other stage waits for them.
     gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
     if isinstance(gradient, DTensor) and isinstance(weight, DTensor):
         gradient = gradient.redistribute(weight.device_mesh, weight.placements)

@@ -78,6 +78,7 @@ class FirstPrompts:
             if size == vocab_size and known == ids:
                 return found
         _check(ids, vocab_size)
+        # Use orjson: json takes 9.7 ms for 110,000 ids, in which the event loop serves no other trajectory.
         encoded = orjson.dumps(ids)
         # Keep a copy: if the caller changed its list, a later prompt would match the wrong JSON.
         self._known.append((list(ids), vocab_size, encoded))
@@ -113,6 +114,7 @@ class EncodedIds:
             self._json = self._first.encode(prompt, vocab_size)
         elif new := prompt[known:]:
             _check(new, vocab_size)
+            # Join views: a slice of bytes would copy the whole conversation once more each turn.
             self._json = b"".join((memoryview(self._json)[:-1], b",", memoryview(orjson.dumps(new))[1:]))
         self._ids = prompt
         return self._json

@@ -48,6 +48,7 @@ class ComparedTrajectories:
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to ± this before ``exp``."""
 TEACHER = "teacher"  # the column with a teacher's logprobs
+# Type it Any: the fields are tensors to every reader, as __post_init__ fills them in.
 _NONE: Any = None
 _BUILT_IN = "agentrl.losses.built_in"
 
@@ -270,6 +271,7 @@ class LossFlag:
 def built_in_losses() -> dict[str, Loss]:
     """Return the losses of ``losses.built_in`` by name, sorted."""
     known = sorted(LOSSES.known().items())
+    # Go by the module: losses of users are registered beside them, and may not add flags of the command.
     return {name: item for name, item in known if item.function.__module__.startswith(_BUILT_IN)}
 
 

@@ -56,6 +56,7 @@ def _embeddings(model: Any, ids: Tensor, images: ForestImages) -> dict[str, Any]
     starts = np.concatenate([[0], np.cumsum([image.tokens for image in images.images])])
     tokens = np.flatnonzero(images.image >= 0)
     rows = torch.from_numpy(starts[images.image[tokens]] + images.offset[tokens]).to(device)
+    # Place the features here: the model itself wants each image's tokens once, and trajectories share images.
     embeds = model.get_input_embeddings()(ids)
     indices = torch.from_numpy(tokens).to(device)
     embeds = embeds[0].index_copy(0, indices, features[rows].to(embeds.dtype))[None]
@@ -122,6 +123,7 @@ class PixelReader:
 
         loader: Any = AutoImageProcessor
         try:
+            # Ask for Pillow's: with torchvision installed transformers takes that one, whose pixels differ.
             self._processor: Any = loader.from_pretrained(str(folder), backend="pil")
         except (OSError, ValueError, ImportError) as error:
             raise ModelError(

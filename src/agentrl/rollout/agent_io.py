@@ -93,6 +93,7 @@ def failure_text(error: BaseException | str) -> str:
     else:
         text = str(error) if isinstance(error, AgentRLError) else describe(error)
     shown = redact_and_cut(text, MESSAGE_CHARS)
+    # Replace lone surrogates: BSON refuses the whole document for one.
     return shown.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -121,6 +122,7 @@ class AgentCfg(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
+            # Raise AttributeError in place of KeyError: hasattr, copy and pickle rely on it.
             known = ", ".join(map(str, self)) or "nothing"
             raise AttributeError(f"the agent's cfg has no {name!r}; it has {known}") from None
 
@@ -189,6 +191,7 @@ class Endpoint:
 
     def role(self, name: str) -> Endpoint:
         """Return the endpoint at which requests are calls of a role of the trajectory."""
+        # Quote slashes too: the name is one part of the path.
         return replace(self, base_url=f"{self.root_url}/role/{quote(name, safe='')}/v1")
 
 

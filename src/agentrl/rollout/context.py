@@ -46,6 +46,7 @@ async def discard_tools(rollout: Role) -> list[Message] | None:
 @context_manager("discard_all")
 async def discard_all(rollout: Role) -> list[Message] | None:
     """Return the question and the policy's own summary of everything after it."""
+    # Give up before the first turn: it is the question that does not fit, and a summary would add to it.
     return None if rollout.turns == 0 else await _summary(rollout)
 
 
@@ -57,6 +58,7 @@ async def summarize(rollout: Role) -> list[Message] | None:
     """
     if rollout.turns == 0:
         return None
+    # Take them first: the summary puts its request and its answer behind them.
     latest = latest_calls(rollout.messages)
     summary = await _summary(rollout)
     return [*summary, *latest] if rollout.would_fit([*summary, *latest]) else summary
@@ -71,6 +73,7 @@ async def _summary(rollout: Role) -> list[Message]:
     rollout.append_messages([{"role": "user", "content": SUMMARY_REQUEST}])
     turn = await rollout.generate()
     *before, question = rollout.first_messages
+    # Take the whole text where nothing is outside of a thought: an empty summary would lose everything.
     summary = (turn.content or turn.text).strip()
     return [*before, {**question, "content": f"{question['content']}\n\n{SUMMARY_HEADING}\n{summary}"}]
 

@@ -167,6 +167,7 @@ def text_of(value: Any) -> str:
 
     if isinstance(value, str):
         return value
+    # Use pydantic's writer: tools return models, dates and dataclasses, which json.dumps refuses.
     return "" if value is None else to_json(value, fallback=str, inf_nan_mode="null").decode()
 
 
@@ -181,6 +182,7 @@ async def run_function(
 ) -> Any:
     """Await an async function; run any other in one of ``threads``, and await what it returns if need be."""
     with threads.asyncios():
+        # Look behind decorators: a plain wrapper of an async function would take a thread for nothing.
         if inspect.iscoroutinefunction(inspect.unwrap(function)):
             return await function(*arguments, **named)
         result = await threads.run(function, *arguments, **named)
@@ -246,8 +248,10 @@ def unreachable_is_outage(server: str) -> Iterator[None]:
 
 def _is_unreachable(error: BaseException) -> bool:
     cause: BaseException | None = error
+    # Bound the walk: code of users may chain causes in a circle, which Python allows.
     for _ in range(_MAX_CAUSES):
         if cause is None or isinstance(cause, ConnectionError | TimeoutError):
             return cause is not None
+        # Follow what a traceback would show: after `raise … from None` the context says nothing.
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return False

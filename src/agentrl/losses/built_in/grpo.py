@@ -70,12 +70,14 @@ def clipped_surrogate(
     """
     clipped_ratio = ratio.clamp(settings.lower, settings.upper)
     unclipped, clipped = -ratio * advantages, -clipped_ratio * advantages
+    # Mind ties, at which maximum halves the gradient: within the interval both halves are −A·∇r.
     losses = unclipped.maximum(clipped)
     below = (ratio < settings.lower) & (advantages < 0)
     above = (ratio > settings.upper) & (advantages > 0)
     is_clipped = below | above
     if ce_grpo_beta_1 is not None or ce_grpo_beta_2 is not None:
         beta = (ce_grpo_beta_1 or 0.0) * below + (ce_grpo_beta_2 or 0.0) * above
+        # Divide it by itself: the value is 1, and the gradient that of log πθ at any ratio.
         straight_through = ratio / ratio.detach()
         losses = (clipped.detach() * (1 - beta + beta * straight_through)).where(is_clipped, losses)
     ceiling = -dual_clip * advantages

@@ -58,6 +58,7 @@ class MaskLimits:
         """Read them from the model's configuration."""
         config = model.config.get_text_config()
         layers = set(getattr(config, "layer_types", None) or ())
+        # Count a kind that nobody knows as stateful: each path alone is exact for any layer.
         stateful = sorted(layers - _FULL - set(_WINDOWED))
         state = None
         if stateful or getattr(model, "_is_stateful", False):
@@ -115,6 +116,7 @@ def _window(config: Any) -> int | None:
 
 
 def _check_noise(name: str, model: nn.Module, config: Any) -> None:
+    # Ask modules and configuration: adapters add modules, and attention reads its rate from the other alone.
     rates = {f"dropout {module.p}": module.p for module in model.modules() if isinstance(module, nn.Dropout)}
     for key, value in vars(config).items():
         # Pass over classifier_dropout: it is of a head that a causal LM does not have.
