@@ -135,7 +135,7 @@ async def test_an_own_engine_that_dies_ends_the_evaluation_which_the_same_comman
             assert process.poll() is None, commands.said("eval")
             await asyncio.sleep(0.1)
     children = psutil.Process(process.pid).children(recursive=True)
-    (engine,) = [child for child in children if any("agentrl.local.engine" in word for word in child.cmdline())][-1:]
+    (engine,) = [child for child in children if "agentrl.local.engine" in child.cmdline()][-1:]
     engine.kill()
     await commands.end("eval", process, 1)
     assert "the engine of the evaluation ended with exit code" in commands.said("eval")
