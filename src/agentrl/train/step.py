@@ -411,7 +411,9 @@ def join_metrics(updates: Sequence[Mapping[str, Any]], first_pass: int) -> dict[
     all updates. Every other number is the mean over updates, weighted by the trainable tokens that it is of.
     """
     joined: dict[str, Any] = {}
-    for name, value in updates[0].items():
+    # Not the names of the first update alone: it has no ``kl_teacher`` if none of its tokens is taught.
+    for name in dict.fromkeys(name for update in updates for name in update):
+        value = next(update[name] for update in updates if name in update)
         share = "taught_fraction" if name == "kl_teacher" else ""
         weights = [float(update["trainable_tokens"]) * update.get(share, 1.0) for update in updates]
         found = [(update[name], weight) for update, weight in zip(updates, weights, strict=True)

@@ -50,6 +50,12 @@ def test_a_step() -> None:
     assert saved["total_tokens_per_second"] == pytest.approx(24)
 
 
+def test_a_metric_that_the_first_update_lacks_is_not_lost() -> None:
+    untaught = {"trainable_tokens": 8, "taught_fraction": 0.0}
+    taught = {"trainable_tokens": 4, "taught_fraction": 0.5, "kl_teacher": 0.25}
+    assert join_metrics([untaught, taught], 2)["kl_teacher"] == pytest.approx(0.25)
+
+
 def test_metrics_of_updates_are_joined() -> None:
     one = {
         "loss": 1.0, "tokens": 10, "trainable_tokens": 4, "trajectories": 2, "ratio_max": 1.5, "lr": 0.1,
