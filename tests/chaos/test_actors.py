@@ -59,6 +59,8 @@ async def test_an_actor_that_ends_by_itself_is_recorded_and_restarted(
         await until(lambda: len(actor.exits) >= 2)
     finally:
         watcher.cancel()
+        if actor.process is not None:
+            await asyncio.to_thread(actor.process.wait, 10)
     assert {(exit.actor, exit.code) for exit in actor.exits} == {("engine-1", 3)}
     assert "why" in actor.exits[0].last_lines
 
