@@ -48,7 +48,7 @@ def run_local_server(
     from agentrl.chat.model_folder import read_chat_files
     from agentrl.local.engine.model import LocalModel
     from agentrl.local.engine.scheduler import Scheduler
-    from agentrl.local.engine.server import EngineWorker, LocalServer
+    from agentrl.local.engine.server import EngineWorker, LocalEngineServer
 
     kinds = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in kinds:
@@ -71,7 +71,7 @@ def run_local_server(
     )  # fmt: skip
     context_length = min(max_model_len or model.max_position, model.max_position, max_total_tokens)
     tokenizer = functools.cache(lambda: read_chat_files(model_path).tokenizer)
-    server = LocalServer(EngineWorker(scheduler), model, context_length, instance, tokenizer)
+    server = LocalEngineServer(EngineWorker(scheduler), model, context_length, instance, tokenizer)
     uvicorn.run(
         for_own_hosts(server.app(), host), host=host, port=port, log_level="warning", access_log=False,
         http=BoundedProtocol, timeout_graceful_shutdown=3,

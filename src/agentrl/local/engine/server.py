@@ -433,7 +433,7 @@ STREAM_INTERVAL = 16
 _PAUSE_MODES = get_args(PauseMode)
 
 
-class LocalServer:
+class LocalEngineServer:
     """Translates HTTP requests into calls of the worker."""
 
     def __init__(
