@@ -144,8 +144,7 @@ async def go_back(store: Store, lease: HeldTrainerLease, found: Influence, roots
     what cannot be deleted.
     """
     if found.first is not None:
-        await store.policy_versions.withdraw_after(found.step, attempt=lease.attempt)
-        await store.steps.revert_after(found.step, attempt=lease.attempt)
+        await lease.go_back(found.step)
     deleted = await lease.discard([folder.name for folder in found.checkpoints])
     checkpoints = [folder for folder in found.checkpoints if folder.name in deleted]
     for folder in checkpoints:

@@ -36,7 +36,7 @@ async def test_every_nth_version_and_the_last_one_are_stored_too(
     expected = [(1, 1, False), (2, 2, True), (3, 3, False), (4, 3, True)]
     assert stored(store) == expected
     assert all(item.live is not None for item in store.versions.values() if item.id)
-    assert trainer.saver.saved_step == 3
+    assert trainer.publisher.saved_step == 3
     trainer.controller.end()
 
 
@@ -70,9 +70,7 @@ async def test_memory_that_is_short_is_an_overdue_version(
     with pytest.raises(PublishError, match="do not fit into memory"):
         await trainer.run()
     assert not stored(store)
-    assert not any(
-        name.startswith(TEMPORARY) for name in os.listdir(trainer.saver.publisher.folders.versions)
-    )
+    assert not any(name.startswith(TEMPORARY) for name in os.listdir(trainer.publisher.folders.versions))
     trainer.controller.end()
 
 
@@ -119,7 +117,7 @@ async def test_a_resumed_trainer_publishes_again_what_died_with_the_last_one(
     store: FakeStore, start: Start
 ) -> None:
     first = await start(weight_sync="tensor", groups_per_step=1, max_steps=2, full_every=9)
-    first.saver.publisher.unstored = -9  # as if it were killed before the last version is stored
+    first.publisher.unstored = -9  # as if it were killed before the last version is stored
     await first.run()
     store.versions = {id: item for id, item in store.versions.items() if not (id and item.is_stored)}
     assert [item.id for item in store.versions.values() if live_only(item)] == [1, 2]

@@ -19,10 +19,9 @@ from agentrl.data.stream import DataStream, StepData
 from agentrl.documents.status import DataStatus, StepStatus, TrainerEnd, VersionStatus
 from agentrl.errors import ConfigError, LeaseLostError, PublishError, TrainingError
 from agentrl.observe.metric_definitions import DEFINITIONS
-from agentrl.train import checkpoint, controller
+from agentrl.train import checkpoint, controller, publishing
 from agentrl.train.controller import Controller
 from agentrl.train.loop import Trainer
-from agentrl.train.publishing import Publisher
 from agentrl.train.step import PolicyTrainer, StepResult
 from agentrl.weights.folder import verify
 from agentrl.weights.snapshot import Snapshot, Written
@@ -184,7 +183,7 @@ async def resumed_after_step_2(store: FakeStore, start: Start, **changes: Any) -
     """A trainer that goes on from a checkpoint of step 2 where step 3 had been trained and published."""
     trainer = await start(save_steps=2, max_steps=3)
     await trainer.run()
-    shutil.rmtree(trainer.saver.folders.output / "checkpoint-000003")
+    shutil.rmtree(trainer.publisher.folders.output / "checkpoint-000003")
     return cast("Trainer", await start(**{"max_steps": 3, **changes}))
 
 
@@ -199,7 +198,7 @@ async def test_a_replayed_step_with_equal_weights_is_the_version_that_it_was(
     assert {version.status for version in store.versions.values()} == {VersionStatus.PUBLISHED}
     assert store.versions[3].train_step == "2/3"
     verify(store.versions[3].location, store.versions[3].files)
-    assert sorted(path.name for path in (trainer.saver.folders.output / "weights").glob("v*")) == [
+    assert sorted(path.name for path in (trainer.publisher.folders.output / "weights").glob("v*")) == [
         "v000001", "v000002", "v000003",
     ]  # fmt: skip
 
@@ -229,7 +228,7 @@ async def test_starting_anew_chooses_anew(store: FakeStore, start: Start) -> Non
     trainer = await start("none", max_steps=1)
     await trainer.run()
     assert store.train_steps["2/1"].data == ("f/0/1", "f/1/1", "e/0/1", "e/1/1")
-    assert [path.name for path in sorted(trainer.saver.folders.output.glob("*checkpoint-*"))] == [
+    assert [path.name for path in sorted(trainer.publisher.folders.output.glob("*checkpoint-*"))] == [
         "checkpoint-000001-2", "undone-checkpoint-000001",
     ]  # fmt: skip
 
@@ -262,11 +261,11 @@ async def test_a_trainer_that_dies_anywhere_ends_where_one_does_that_did_not(
         with pytest.raises(Killed):
             await trainer.run()
     trainer = await start()
-    remove_leftovers(trainer.saver.folders.output)
-    remove_leftovers(trainer.saver.folders.output / "weights")
+    remove_leftovers(trainer.publisher.folders.output)
+    remove_leftovers(trainer.publisher.folders.output / "weights")
     await trainer.run()
     assert outcome(store) == untouched
-    assert not list(trainer.saver.folders.output.glob("**/.tmp-*"))
+    assert not list(trainer.publisher.folders.output.glob("**/.tmp-*"))
 
 
 async def test_a_trainer_that_was_replaced_writes_nothing_more(store: FakeStore, start: Start) -> None:
@@ -347,18 +346,18 @@ async def test_training_pauses_at_the_staleness_bound_until_it_can_publish(
     store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = await start(max_staleness=1, save_steps=99)
-    disk = Disk(trainer.saver.folders.output, monkeypatch)
+    disk = Disk(trainer.publisher.folders.output, monkeypatch)
     paused_at: list[int] = []
 
-    async def make_space(_: Publisher, __: float) -> None:
+    async def make_space(*events: asyncio.Event, timeout: float) -> None:
         paused_at.append(len(committed(store)))
         disk.is_full = len(paused_at) < 3
 
-    monkeypatch.setattr(Publisher, "_sleep", make_space)
+    monkeypatch.setattr(publishing, "wait_for_any", make_space)
     await trainer.run()
     assert paused_at == [2, 2, 2]
     assert "training pauses at step 2, 2 steps ahead of version 0" in caplog.text
-    assert f"the disk of {trainer.saver.folders.output / 'weights'} is full" in caplog.text
+    assert f"the disk of {trainer.publisher.folders.output / 'weights'} is full" in caplog.text
     assert "10 are free" in caplog.text
     assert [(version.id, version.step) for version in store.versions.values()] == [(0, 0), (1, 2), (2, 3)]
 
@@ -367,9 +366,9 @@ async def test_training_that_cannot_publish_ends_with_what_it_has_kept(
     store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     trainer = await start(max_staleness=1, publish_wait_seconds=0.01)
-    trainer.saver.folders = replace(trainer.saver.folders, fallback=tmp_path / "fallback")
-    await trainer.saver.folders.claim()
-    Disk(trainer.saver.folders.output, monkeypatch)
+    trainer.publisher.folders = replace(trainer.publisher.folders, fallback=tmp_path / "fallback")
+    await trainer.publisher.folders.claim()
+    Disk(trainer.publisher.folders.output, monkeypatch)
     with pytest.raises(PublishError, match=r"training stops at step 2: the disk of .* is full") as stopped:
         await trainer.run()
     kept = tmp_path / "fallback" / "checkpoint-000002"

@@ -108,7 +108,7 @@ async def test_a_version_that_could_not_be_written_in_the_background_is_publishe
     assert "is not published: the disk of" in caplog.text
     assert max(version.step for version in store.versions.values()) == 3
     assert sorted(store.versions) == list(range(len(store.versions)))
-    assert not list((trainer.saver.folders.output / "weights").glob(".tmp-*"))
+    assert not list((trainer.publisher.folders.output / "weights").glob(".tmp-*"))
 
 
 async def test_a_trainer_that_was_replaced_while_it_wrote_publishes_nothing(
@@ -122,7 +122,7 @@ async def test_a_trainer_that_was_replaced_while_it_wrote_publishes_nothing(
     with pytest.raises(LeaseLostError):
         await running
     assert sorted(store.versions) == [0]
-    assert list((trainer.saver.folders.output / "weights").glob("v*")) == []
+    assert list((trainer.publisher.folders.output / "weights").glob("v*")) == []
 
 
 async def test_a_disk_that_hangs_ends_training(
@@ -170,7 +170,7 @@ async def test_deltas_lead_to_the_trained_weights(
     trained = {part.name: part.make() for part in trainer.controller.policy.published.parts()}
     assert found.keys() == trained.keys()
     assert all(torch.equal(found[name], trained[name]) for name in trained)
-    saved = load_file(trainer.saver.folders.output / "checkpoint-000006" / "model" / "model.safetensors")
+    saved = load_file(trainer.publisher.folders.output / "checkpoint-000006" / "model" / "model.safetensors")
     assert all(torch.equal(saved[name], trained[name]) for name in trained)
 
 
@@ -190,7 +190,7 @@ async def test_deltas_that_are_not_small_are_not_written_by_default(store: FakeS
 async def test_a_replayed_delta_is_reinstated_as_whole_weights(store: FakeStore, start: Start) -> None:
     trainer = await start(publish="delta", save_steps=2, max_steps=3)
     await trainer.run()
-    shutil.rmtree(trainer.saver.folders.output / "checkpoint-000003")
+    shutil.rmtree(trainer.publisher.folders.output / "checkpoint-000003")
     assert store.versions[3].encoding == "delta"
     trainer = await start(publish="delta", max_steps=3)
     assert store.versions[3].status is VersionStatus.WITHDRAWN
