@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agentrl.base.concurrency import end_tasks, wait_for_any
@@ -42,23 +41,17 @@ CLOSE_SECONDS = 10.0
 """How long ``TokenWriter.close`` waits for the last write."""
 
 
-@dataclass(kw_only=True)
 class Trainer:
     """The trainer of a run. Setting ``stop`` lets ``run`` finish and save the current step, and return."""
 
-    publisher: Publisher
-    stream: StepSource
-    view: StepView
-    tracker: Tracker
-    skipped: int = 0
-    """Steps in a row whose loss or gradient was not finite."""
-
-    def __post_init__(self) -> None:
-        publisher = self.publisher
+    def __init__(self, publisher: Publisher, stream: StepSource, view: StepView, tracker: Tracker) -> None:
+        self.publisher, self.stream, self.view, self.tracker = publisher, stream, view, tracker
         self.store, self.config, self.controller = publisher.store, publisher.config, publisher.controller
         self.progress, self.lease, self.stop = publisher.progress, publisher.lease, publisher.stop
         self.turns, self.clock = publisher.turns, publisher.turns.clock
         self.token_writer = TokenWriter(self.store)
+        self.skipped = 0
+        """Steps in a row whose loss or gradient was not finite."""
 
     async def run(self) -> None:
         """Train until ``max_steps``, the end of the data or ``stop``; then save and publish the last step."""
@@ -93,6 +86,8 @@ class Trainer:
         except PublishError as error:
             raise await self.publisher.keep(error) from error
         finally:
+            # After an error, the weights may contain a step that is not committed.
+            self.publisher.is_ending = True
             await self.stream.close()
             await self.token_writer.close()
 
@@ -163,7 +158,8 @@ class Trainer:
                 with tracer().span("commit"):
                     await self._commit(plan, metrics, window.tasks)
                 self.token_writer.start(plan, result.tokens)
-                end_step(span, metrics)
+                shown = {f"agentrl.{name}": metrics.get(name) for name in _METRICS}
+                span.set({name: value for name, value in shown.items() if isinstance(value, int | float)})
                 await self.publisher.offer()
             with self.clock("publish"):
                 await self.publisher.wait_for_bound()
@@ -239,12 +235,6 @@ def trace_updates(span: Span, began: float, metrics: Mapping[str, Any]) -> None:
             at += seconds
 
 
-def end_step(span: Span, metrics: Mapping[str, Any]) -> None:
-    """Set the metrics of a committed step."""
-    found = {name: metrics[name] for name in _METRICS if isinstance(metrics.get(name), int | float)}
-    span.set({f"agentrl.{name}": value for name, value in found.items()})
-
-
 class TokenWriter:
     """Writes one committed step at a time, in the background. What fails or is too slow is a warning."""
 
@@ -274,26 +264,23 @@ class TokenWriter:
             logger.warning("the token statistics of the last step are not stored: the database is too slow")
 
     async def _write(self, step: TrainStep, tokens: Sequence[TokenValues]) -> None:
+        def documents() -> list[TokenStatistics]:
+            return [
+                TokenStatistics(
+                    id=statistics_key(values.record, step.id),
+                    record=values.record,
+                    train_step=step.id,
+                    step=step.step,
+                    spans=tuple(TokenSpan(start=span.start, end=span.end) for span in values.spans),
+                    log_ratios=pack_halves(values.log_ratio),
+                    entropies=pack_halves(values.entropy),
+                )
+                for values in tokens
+            ]
+
         # Give up at the first outage: a retry would hold the step's values in memory for its whole length.
         with retry_outages(0):
             try:
-                documents = await asyncio.to_thread(to_documents, step, tokens)
-                await self._store.training.put_token_statistics(documents)
+                await self._store.training.put_token_statistics(await asyncio.to_thread(documents))
             except AgentRLError as error:
                 logger.warning("step %d: its token statistics are not stored: %s", step.step, error.message)
-
-
-def to_documents(step: TrainStep, tokens: Sequence[TokenValues]) -> list[TokenStatistics]:
-    """Return the documents of a step, one per trajectory."""
-    return [
-        TokenStatistics(
-            id=statistics_key(values.record, step.id),
-            record=values.record,
-            train_step=step.id,
-            step=step.step,
-            spans=tuple(TokenSpan(start=span.start, end=span.end) for span in values.spans),
-            log_ratios=pack_halves(values.log_ratio),
-            entropies=pack_halves(values.entropy),
-        )
-        for values in tokens
-    ]

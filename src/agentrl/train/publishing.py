@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from agentrl.base.atomic_folder import begin_folder, discard_folder
 from agentrl.base.concurrency import wait_for_any
 from agentrl.base.device_lease import DeviceLease
+from agentrl.base.folder_owner import confirm
 from agentrl.base.spans import tracer
 from agentrl.config.schema import TrainConfig
 from agentrl.documents.run import LiveWeights, PolicyVersion
@@ -201,6 +202,8 @@ class Publisher:
     """Why the last publication failed."""
     is_overdue: bool = False
     """The last publication failed; the next step is published, whether it is due or not."""
+    is_ending: bool = False
+    """Begin no version but the last one."""
     unstored: int = 0
     """Versions since the last stored one that were in the trainer's memory alone."""
     _base: PolicyVersion | None = None
@@ -427,7 +430,7 @@ class Publisher:
             self.metrics["seconds_publish_background"] = time.perf_counter() - files.began
             self.metrics["published_bytes"] = published.bytes
         # Leave it to the step that is being trained, if there is one: ``offer`` follows it.
-        if files.step < progress.step and not self.turns.is_taken:
+        if files.step < progress.step and not (self.is_ending or self.turns.is_taken):
             async with self.turns.turn():
                 if self.flight is files and self._is_due():
                     await self._begin_next(root=True)
@@ -555,7 +558,7 @@ class Publisher:
         root, *others = roots
 
         def begin() -> Unfinished:
-            self.folders.confirm(root)
+            confirm(root, self.folders.owner)
             return checkpoint.begin(root, state, self.controller, link=link)
 
         try:

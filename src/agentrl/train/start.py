@@ -51,7 +51,7 @@ from agentrl.train import checkpoint
 from agentrl.train.build import build_trainer, step_precision
 from agentrl.train.controller import Controller, follow, lead
 from agentrl.train.disk_space import check_output, retention
-from agentrl.train.folders import RunFolders, run_folders
+from agentrl.train.folders import RunFolders, place_of, run_folders
 from agentrl.train.lease import HeldTrainerLease, hold_lease
 from agentrl.train.loop import Trainer
 from agentrl.train.optimizer import schedule_length
@@ -113,7 +113,7 @@ async def _train(configs: Configs, world: World, lead_in: int | None) -> bool:
             await store.withdrawals.require_deleted()
             found, steps = await _choose_checkpoint(store, configs, folders)
             await asyncio.to_thread(_prepare_folders, configs, folders)
-            await lease.record_output(folders.place)
+            await lease.record_output(place_of(folders.output))
             # Take it before the model is built there: until then an engine holds its memory.
             device = await _take_device(configs)
             build, total_steps = partial(_build, configs, world), await _total_steps(store, configs)
@@ -151,7 +151,7 @@ async def _train(configs: Configs, world: World, lead_in: int | None) -> bool:
             tracker = open_trackers(train.report_to, run, folders.output, _parameters(configs))
             try:
                 view = StepView(max_steps=train.max_steps)
-                await Trainer(publisher=publisher, stream=source, view=view, tracker=tracker).run()
+                await Trainer(publisher, source, view, tracker).run()
             finally:
                 tracker.close()
         controller.end()

@@ -102,8 +102,8 @@ def _starter(base: Path, store: FakeStore, output: Path) -> Callable[..., Any]:
             saved=found.folder if found else None,
         )  # fmt: skip
         return Trainer(
-            publisher=publisher, stream=DataStream(store, settings, progress.replay),
-            view=StepView(Console(file=StringIO())), tracker=open_trackers("none", RunConfig(), output),
+            publisher, DataStream(store, settings, progress.replay), StepView(Console(file=StringIO())),
+            open_trackers("none", RunConfig(), output),
         )  # fmt: skip
 
     return begin
