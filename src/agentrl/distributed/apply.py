@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from agentrl.distributed.fsdp import (
     shard_root,
 )
 from agentrl.distributed.mesh import Mesh
-from agentrl.distributed.parallel_model import ForestLoss, ParallelModel
+from agentrl.distributed.parallel_model import MicroBatches, ParallelModel
 from agentrl.distributed.pipeline_stages import assign_model_layers, check_stages, keep_stage
 from agentrl.errors import ConfigError
 from agentrl.model.attention.sdpa import set_attention
@@ -166,13 +166,13 @@ def parallelize(
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A forest between its forward and its backward on this stage."""
+    """A forest between its forward and its backward on a stage before the last."""
 
     forest: TokenForest
     received: Tensor | None
     """Hidden states [N, H]; None on the first stage."""
     output: Tensor
-    """Hidden states [N, H]; on the last stage the loss."""
+    """Hidden states [N, H]."""
     attention: str
     """The attention implementation of the forward: the backward needs it to recompute activations."""
 
@@ -202,46 +202,54 @@ class PipelineModel(ParallelModel):
         dist.broadcast(found, group=self._group, group_src=self._stages - 1)
         return [(part[0], part[1]) for part in torch.split(found, counts, 1)]
 
-    def forward_backward(
-        self, forests: Sequence[TokenForest], options: ForwardOptions, loss: ForestLoss, watch: Stopwatch
-    ) -> None:
-        """Run forward and backward of all forests; only the last stage calls ``loss``.
+    def micro_batches(
+        self, forests: Sequence[TokenForest], options: ForwardOptions, watch: Stopwatch | None = None
+    ) -> MicroBatches:
+        """Yield, on the last stage, each forest with its logprobs; run the others' layers meanwhile (1F1B).
 
-        A stage first runs as many forests forward as stages follow it. Then it alternates one forward and one
-        backward (1F1B), and at the end it runs the remaining backwards.
+        The last stage runs the backward of a forest right after its forward. A stage before it first runs as
+        many forests forward as stages follow it. Then it alternates one forward and one backward, and at the
+        end it runs the remaining backwards.
         """
+        if not self._is_last:
+            self._run_all(forests, options, watch or Stopwatch(self.model.device))
+            return
+        received, _ = self._exchange(states_of=_at(forests, 0))
+        for number, forest in enumerate(forests, 1):
+            values = self(forest, options, cast(Tensor, received).requires_grad_())
+            set_reduction(self, self._reduction, is_last=number == len(forests))
+            yield forest, values
+            # The caller has run the backward: the states' gradient goes to the stage before.
+            gradient = cast(Tensor, received).grad
+            received, _ = self._exchange(gradient=gradient, states_of=_at(forests, number))
+
+    def _run_all(self, forests: Sequence[TokenForest], options: ForwardOptions, watch: Stopwatch) -> None:
+        """Run the layers of a stage before the last forward and backward over all forests."""
         in_flight: deque[InFlight] = deque()
         ahead = min(len(forests), self._stages - 1 - self._stage)
         for forest in forests[:ahead]:
             received, _ = self._exchange(states_of=forest)
-            in_flight.append(self._forward(forest, options, received, loss, watch))
+            in_flight.append(self._forward(forest, options, received, watch))
             self._exchange(states=in_flight[-1].output)
         received, _ = self._exchange(states_of=_at(forests, ahead))
         for index in range(ahead, len(forests)):
-            newest = self._forward(forests[index], options, received, loss, watch)
+            newest = self._forward(forests[index], options, received, watch)
             in_flight.append(newest)
-            oldest, following = in_flight.popleft(), _at(forests, index + 1)
+            oldest = in_flight.popleft()
             _, gradient = self._exchange(states=newest.output, gradient_of=oldest.forest)
-            is_last = following is None and not in_flight
-            done = self._backward(oldest, gradient, watch, is_last=is_last)
-            received, _ = self._exchange(gradient=done, states_of=following)
+            done = self._backward(oldest, gradient, watch, is_last=False)
+            received, _ = self._exchange(gradient=done, states_of=_at(forests, index + 1))
         while in_flight:
             oldest = in_flight.popleft()
             _, gradient = self._exchange(gradient_of=oldest.forest)
             self._exchange(gradient=self._backward(oldest, gradient, watch, is_last=not in_flight))
 
     def _forward(
-        self,
-        forest: TokenForest,
-        options: ForwardOptions,
-        received: Tensor | None,
-        loss: ForestLoss,
-        watch: Stopwatch,
+        self, forest: TokenForest, options: ForwardOptions, received: Tensor | None, watch: Stopwatch
     ) -> InFlight:
         if received is not None:
             received.requires_grad_()
         output = self(forest, options, received)
-        output = loss(forest, *output) if self._is_last else output
         watch.lap("forward")
         return InFlight(forest, received, output, self.model.config._attn_implementation)
 

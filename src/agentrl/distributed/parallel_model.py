@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -30,8 +30,8 @@ from agentrl.model.flops import Stopwatch
 from agentrl.model.forward import ForwardOptions, forest_logprobs
 from agentrl.model.logprobs import OutputHead, output_head
 
-ForestLoss = Callable[..., Tensor]
-"""(forest, what ``forest_logprobs`` returns) → the forest's part of the step's loss, a scalar."""
+MicroBatches = Iterator[tuple[TokenForest, tuple[Tensor, ...]]]
+"""Forests, each with what ``forest_logprobs`` returns of it."""
 
 
 class ParallelModel(nn.Module):
@@ -81,21 +81,22 @@ class ParallelModel(nn.Module):
         # Ask for no divergence: it would be a third result, which the loss alone reads.
         return [self(forest, replace(options, divergence=False)) for forest in forests]
 
-    def forward_backward(
-        self, forests: Sequence[TokenForest], options: ForwardOptions, loss: ForestLoss, watch: Stopwatch
-    ) -> None:
-        """Add the gradients of each forest's ``loss`` to the parameters; time ``forward`` and ``backward``.
+    def micro_batches(
+        self, forests: Sequence[TokenForest], options: ForwardOptions, watch: Stopwatch | None = None
+    ) -> MicroBatches:
+        """Run one forest after the other forward, and yield each with its logprobs.
 
-        A rank among several runs forests without trainable tokens too, because other ranks wait for it.
+        Call the backward of a forest's part of the loss before asking for the next forest: the memory of one
+        is in use at a time. Of a pipeline, the last stage alone yields; the others run all forests forward
+        and backward meanwhile, and ``watch`` gets their times.
         """
+        # Keep those without trainable tokens if there are other ranks: their collectives wait for this one.
         if self.mesh.layout.world == 1:
             forests = [forest for forest in forests if forest.trainable_tokens]
         for number, forest in enumerate(forests, 1):
-            part = loss(forest, *self(forest, options))
-            watch.lap("forward")
+            values = self(forest, options)
             set_reduction(self, self._reduction, is_last=number == len(forests))
-            torch.autograd.backward(part)
-            watch.lap("backward")
+            yield forest, values
 
     def clip_gradients(self, max_norm: float) -> float:
         """Complete the gradients and clip them by their joint norm; return the norm before."""

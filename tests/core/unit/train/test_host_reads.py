@@ -18,7 +18,6 @@ from agentrl.data.planner import build_micro_batches
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.losses.settings import LossSettings
 from agentrl.model.attention import flex
-from agentrl.model.flops import Stopwatch
 from agentrl.model.forward import ForwardOptions
 from agentrl.train.step import StepLoss, TokenRecorder, TrajectorySums, count_step
 
@@ -47,7 +46,9 @@ def add_gradients(
         sums.compared(DATA) if settings.loss.compares else None,
     )
     options = ForwardOptions(entropy_gradient=settings.entropy_coef > 0)
-    ParallelModel(model, executor=executor).forward_backward(batches, options, loss.add, Stopwatch(device))
+    parallel = ParallelModel(model, executor=executor)
+    for forest, values in parallel.micro_batches(batches, options):
+        torch.autograd.backward(loss.add(forest, *values))
     assert all(parameter.grad is not None for parameter in model.parameters())
     return loss
 
