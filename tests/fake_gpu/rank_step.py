@@ -30,8 +30,8 @@ from agentrl.local.plan import memory
 from agentrl.local.plan.memory import ModelNumbers
 from agentrl.losses.compute import Denominators, reduce_losses, token_losses
 from agentrl.losses.settings import LossSettings
+from agentrl.model.check_model import list_kinds
 from agentrl.model.flops import ModelShape
-from agentrl.model.forward import list_kinds
 from agentrl.model.load import allocate, disable_dropout
 from agentrl.model.lora import add_adapter
 from agentrl.train.build import enable_checkpointing

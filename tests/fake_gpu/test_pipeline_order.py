@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
-from agentrl.distributed import apply
-from agentrl.distributed.apply import InFlight, PipelineModel
+from agentrl.distributed import parallel_model
+from agentrl.distributed.parallel_model import InFlight, PipelineModel
 from agentrl.model.flops import Stopwatch
-from agentrl.model.forward import ForwardOptions
+from agentrl.model.logprobs import ForwardOptions
 
 pytestmark = pytest.mark.fake_gpu
 
@@ -95,8 +95,8 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
         found.append(operations)
         return []
 
-    monkeypatch.setattr(apply.dist, "P2POp", operation)
-    monkeypatch.setattr(apply.dist, "batch_isend_irecv", start)
+    monkeypatch.setattr(parallel_model.dist, "P2POp", operation)
+    monkeypatch.setattr(parallel_model.dist, "batch_isend_irecv", start)
     return found
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from agentrl.distributed.fsdp import local_part
 from agentrl.documents.images import Image
 from agentrl.documents.training import DBRecordData
-from agentrl.model.forward import ForwardOptions
+from agentrl.model.logprobs import ForwardOptions
 from agentrl.train.step import PolicyTrainer, StepLoss, explain_out_of_memory, split_updates
 
 Images = Mapping[str, Image]

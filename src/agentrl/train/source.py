@@ -7,9 +7,8 @@ from functools import partial
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, TaskConfig, TrainConfig
 from agentrl.data.finalize_group import verifier
-from agentrl.data.freshness import freshness_of
 from agentrl.data.planner import packing_problem
-from agentrl.data.stream import STEP_SOURCES, DataStream, StepSource, StreamSettings
+from agentrl.data.stream import STEP_SOURCES, DataStream, StepSource, StreamSettings, freshness_of
 from agentrl.store.client import Store
 from agentrl.train.controller import Controller
 from agentrl.train.publishing import Progress

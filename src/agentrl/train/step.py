@@ -38,8 +38,8 @@ from agentrl.losses.compute import (
 from agentrl.losses.loss import ComparedTrajectories, TokenBatch, TrajectoryMeans
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import Backward, DevicePeak, ModelShape, Stopwatch, attention_pairs
-from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
+from agentrl.model.logprobs import ForwardOptions
 from agentrl.model.lora import Adapter
 from agentrl.model.routing import RouterReplay
 from agentrl.model.vision import attach_pixels

@@ -15,9 +15,9 @@ from tiny_models import VOCABULARY, chains, packed, tiny_model, tree
 from torch import Tensor, nn
 
 from agentrl.data.forest import TokenForest
-from agentrl.distributed import apply
-from agentrl.distributed.apply import InFlight, PipelineModel
+from agentrl.distributed import parallel_model
 from agentrl.distributed.mesh import Layout, Mesh
+from agentrl.distributed.parallel_model import InFlight, PipelineModel
 from agentrl.distributed.pipeline_stages import (
     assign_layers,
     assign_model_layers,
@@ -27,9 +27,9 @@ from agentrl.distributed.pipeline_stages import (
     tied_weight,
 )
 from agentrl.errors import ConfigError, ModelError
-from agentrl.model.attention.executor import build_executor
+from agentrl.model.attention import build_executor
 from agentrl.model.flops import Stopwatch
-from agentrl.model.forward import ForwardOptions
+from agentrl.model.logprobs import ForwardOptions
 
 SHARES = [range(1), range(1, 3), range(3, 4)]
 
@@ -214,7 +214,9 @@ class Rehearsal(PipelineModel):
 def test_every_forest_goes_forward_and_back_in_order_with_few_under_way(
     stages: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(apply, "set_reduction", lambda stage, _, *, is_last: stage.finals.append(is_last))
+    monkeypatch.setattr(
+        parallel_model, "set_reduction", lambda stage, _, *, is_last: stage.finals.append(is_last)
+    )
     wires = [(Wire(), Wire()) for _ in range(stages - 1)]
     rehearsals = [Rehearsal(stage, wires) for stage in range(stages)]
     forests = cast("list[TokenForest]", [f"forest {index}" for index in range(count)])

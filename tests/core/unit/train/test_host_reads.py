@@ -17,8 +17,8 @@ from agentrl.data.forest import TokenForest
 from agentrl.data.planner import build_micro_batches
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.losses.settings import LossSettings
-from agentrl.model.attention import flex
-from agentrl.model.forward import ForwardOptions
+from agentrl.model import attention
+from agentrl.model.logprobs import ForwardOptions
 from agentrl.train.step import StepLoss, TokenRecorder, TrajectorySums, count_step
 
 META = torch.device("meta")
@@ -102,5 +102,5 @@ def test_sequences_that_run_alone_take_one_read_a_micro_batch() -> None:
 def test_flex_attention_reads_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(flex, "_kernel", lambda device_type: torch_flex.flex_attention)
+    monkeypatch.setattr(attention, "_kernel", lambda device_type: torch_flex.flex_attention)
     add_gradients(LossSettings(), "flex")
