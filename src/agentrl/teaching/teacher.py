@@ -129,7 +129,7 @@ class FolderTeacher:
 
     def __init__(self, folder: Path) -> None:
         """Raises ModelError for a folder without a model."""
-        from agentrl.model.score_ids import IdScorer  # torch is imported where a teacher computes here
+        from agentrl.model.logprobs import IdScorer  # torch is imported where a teacher computes here
 
         self.name = str(folder)
         self._folder = folder

@@ -16,8 +16,7 @@ from test_store_claims import make_tasks, take_one
 from test_store_training import complete, decide, make_call, make_step
 
 from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig, SamplingConfig, TrainConfig
-from agentrl.data.freshness import Freshness
-from agentrl.data.stream import DataStream, StreamSettings
+from agentrl.data.stream import DataStream, Freshness, StreamSettings
 from agentrl.documents.record import Failure
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import RecordStatus, ServiceStatus, TaskStatus
