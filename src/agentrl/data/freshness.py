@@ -18,7 +18,7 @@ from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
-    from agentrl.store.training_data import ReadyMember
+    from agentrl.store.steps import ReadyMember
 
 StalenessPolicy = Literal["drop", "decay", "mask"]
 SortKey = tuple[int, ...]

@@ -16,7 +16,7 @@ from agentrl.documents.images import Image
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData, StepOrigin
 from agentrl.errors import TrainingError
-from agentrl.store.training_data import StaleVersions
+from agentrl.store.steps import StaleVersions
 
 if TYPE_CHECKING:
     from agentrl.config.load import Configs

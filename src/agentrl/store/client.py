@@ -32,9 +32,8 @@ from agentrl.store.records import Attempts, Records
 from agentrl.store.schema import holds_run, open_schema
 from agentrl.store.services import OutageRecords, Services
 from agentrl.store.settings import Ancestry, Imports, Settings, Withdrawals
-from agentrl.store.steps import Steps
+from agentrl.store.steps import Steps, Training
 from agentrl.store.tasks import Tasks
-from agentrl.store.training_data import Training
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from agentrl.rollout.scoring import Scoring
 from agentrl.rollout.setup import AdmissionLimit
 from agentrl.store.claims import GroupLimit
 from agentrl.store.client import Store, open_store
-from agentrl.store.training_data import StaleVersions
+from agentrl.store.steps import StaleVersions
 
 pytestmark = pytest.mark.integration
 

@@ -18,7 +18,7 @@ from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainS
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store.client import Store
 from agentrl.store.groups import GroupOutcome, RecordOutcome, StoredGroup
-from agentrl.store.training_data import StaleVersions
+from agentrl.store.steps import StaleVersions
 
 pytestmark = pytest.mark.integration
 
