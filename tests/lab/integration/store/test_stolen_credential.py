@@ -17,7 +17,7 @@ from pymongo.asynchronous.database import AsyncDatabase
 from ready_data import ready_data
 
 import agentrl
-from agentrl.base.permissions import allow
+from agentrl.base.user_code import allow
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.finalize_group import GroupRules, verifier
 from agentrl.documents.record import GatewaySession
