@@ -5,14 +5,13 @@ A group may wait for the columns of its Records: values that another process fil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 from pymongo import ASCENDING, ReturnDocument, UpdateOne
 
-from agentrl.base.concurrency import DECISION_THREADS, time_limit
 from agentrl.documents.document import plain
 from agentrl.documents.model_call import DispatchedSamplingTask, pack_floats
 from agentrl.documents.record import Column, Record, TopLogprobs, column_key
@@ -27,7 +26,7 @@ from agentrl.documents.status import (
 )
 from agentrl.documents.task import Begin, Task
 from agentrl.documents.training import DBRecordData
-from agentrl.errors import GroupError, LeaseLostError, StoreError
+from agentrl.errors import LeaseLostError, StoreError
 from agentrl.scoring.groups import FAILED, summarize
 from agentrl.store.claims import GroupAdmission
 from agentrl.store.epochs import BY_ORDER, ease_after_group
@@ -45,9 +44,6 @@ from agentrl.store.mechanics.connection import (
 from agentrl.store.mechanics.lease import FREE, DocumentLease, after, after_backoff, expired, literal
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.records import read_records
-
-DECIDE_SECONDS = 120.0
-"""Time limit of ``decide`` for one group: a user's filter may hang."""
 
 _MAX_DOUBLINGS = 8
 
@@ -80,10 +76,6 @@ class StoredGroup:
     records: Sequence[Record]
     calls: Mapping[str, Sequence[DispatchedSamplingTask]] = field(default_factory=dict)
     columns: Mapping[str, Sequence[Column]] = field(default_factory=dict)
-
-
-Decide = Callable[[StoredGroup], GroupOutcome]
-"""A pure function, which may run twice."""
 
 
 class Groups(Repository):
@@ -125,32 +117,43 @@ class Groups(Repository):
         return await GroupAdmission(self._connection).count(split)
 
     @database_call
-    async def finalize(self, task_id: str, decide: Decide, columns: Sequence[str] = ()) -> bool:
-        """Complete a WAITING Task and write its data and Records, in one transaction.
+    async def to_decide(self, task_id: str, columns: Sequence[str] = ()) -> StoredGroup | None:
+        """Return a WAITING group with all that its decision needs; None if there is none, or none yet.
 
-        Opens the ``columns`` that its scored Records lack. Returns False if the group waits for one, if it is
-        not waiting, or if another process finalized it first. If ``decide`` raises, nothing is written.
+        A group waits for the ``columns`` of its scored Records; those that they lack are opened. Raises
+        StoreError if Records and slots contradict each other.
         """
-        waiting = {"_id": task_id, "status": TaskStatus.WAITING.value}
-        group = await self._stored(waiting)
+        group = await self._stored({"_id": task_id, "status": TaskStatus.WAITING.value})
         if group is None:
-            return False
+            return None
         live = _scored_record_ids(group.task)
         if any(record.id in live and record.status is not RecordStatus.SCORED for record in group.records):
-            return False  # another process finalized the group between the two reads
+            return None  # another process finalized the group between the two reads
         if (problem := slot_problem(group.task, group.records)) is not None:
             raise StoreError(problem, hint="list all inconsistencies: agentrl db check")
-        if await self._waits_for_columns(group, columns):
-            return False
-        outcome = await _run_decide(group, decide)
+        wanted = {column_key(record, name) for record in live for name in columns}
+        stored = {column.id: column for each in group.columns.values() for column in each}
+        if wanted - stored.keys():
+            await open_columns(self._connection, group.task, columns, sorted(live))
+            return None
+        return None if any(stored[key].status in UNFILLED for key in wanted) else group
+
+    @database_call
+    async def finalize(self, group: StoredGroup, outcome: GroupOutcome) -> bool:
+        """Complete the Task of a decided group and write its data and Records, in one transaction.
+
+        Returns False, and writes nothing, if another process finalized the group first or it was reopened.
+        """
         blobs = Blobs(self._connection, DATA)
         # Upload before the transaction: a conflict repeats it, and the server ends one that lasts long.
         data = [await blobs.offload(item.to_document()) for item in outcome.data]
+        task = group.task
 
         async def write() -> bool:
             # Compare the time too: a group reopened and completed since the read is WAITING again.
             completed = await self._collection(TASK).update_one(
-                {**waiting, "updated_at": group.task.updated_at}, _complete(outcome.summary, group.task.begun)
+                {"_id": task.id, "status": TaskStatus.WAITING.value, "updated_at": task.updated_at},
+                _complete(outcome.summary, task.begun),
             )
             if completed.matched_count == 0:
                 return False
@@ -221,17 +224,6 @@ class Groups(Repository):
         cursor = self._collection(TASK).find(query, {"group": 1}, sort=[("group.finalized_at", ASCENDING)])
         return [{"task": document["_id"], **document["group"]} async for document in cursor]
 
-    async def _waits_for_columns(self, group: StoredGroup, names: Sequence[str]) -> bool:
-        """Return whether the group waits for a column; open those that are missing."""
-        stored = {column.id: column for columns in group.columns.values() for column in columns}
-        wanted = {
-            column_key(record, name): name for record in _scored_record_ids(group.task) for name in names
-        }
-        if wanted.keys() - stored.keys():
-            await open_columns(self._connection, group.task, names, sorted(_scored_record_ids(group.task)))
-            return True
-        return any(stored[key].status in UNFILLED for key in wanted)
-
 
 async def read_group(connection: Connection, task: Task, records: Sequence[Record]) -> StoredGroup:
     """Return the group of ``records``, with the model calls and columns of those that have a score."""
@@ -284,19 +276,6 @@ def slot_problem(task: Task, records: Sequence[Record]) -> str | None:
             return f"Record {record.id} has the score {record.score}, and its slot {slot.score}"
     missing = sorted(_scored_record_ids(task) - scored)
     return f"Record {missing[0]} has no score, and its slot has" if missing else None
-
-
-async def _run_decide(group: StoredGroup, decide: Decide) -> GroupOutcome:
-    """Run ``decide`` in a thread. Raises GroupError after ``DECIDE_SECONDS``; the thread continues."""
-    try:
-        async with time_limit(DECIDE_SECONDS):
-            outcome: GroupOutcome = await DECISION_THREADS.run(decide, group)
-            return outcome
-    except TimeoutError as error:
-        raise GroupError(
-            f"the decision on group {group.task.id} took longer than {DECIDE_SECONDS:g} s",
-            hint="make sure that the --group_filter returns; it must not wait for anything",
-        ) from error
 
 
 def _scored_record_ids(task: Task) -> set[str]:
