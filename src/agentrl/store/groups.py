@@ -45,8 +45,6 @@ from agentrl.store.mechanics.lease import FREE, DocumentLease, after, after_back
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.records import read_records
 
-_MAX_DOUBLINGS = 8
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordOutcome:
@@ -171,14 +169,13 @@ class Groups(Repository):
         The next attempt is due after ``retry_seconds``, doubled with each attempt.
         """
         attempts = {"$add": [{"$ifNull": ["$finalizing.attempts", 0]}, 1]}
-        doublings = {"$min": ["$finalizing.attempts", _MAX_DOUBLINGS]}
         # Take half of ``retry_seconds``: ``attempts`` counts this one already, which doubles the wait.
-        wait_ms = {"$toLong": {"$multiply": [retry_seconds * 500, {"$pow": [2, doublings]}]}}
+        retry_at = after_backoff(retry_seconds / 2, "$finalizing.attempts", jitter=0.0)
         task = await self._collection(TASK).find_one_and_update(
             {"_id": task_id, "status": TaskStatus.WAITING.value},
             [
                 {"$set": {"finalizing.attempts": attempts, "finalizing.problem": literal(problem)}},
-                {"$set": {"finalizing.retry_at": after(wait_ms)}},
+                {"$set": {"finalizing.retry_at": retry_at}},
             ],
             {"finalizing": 1},
             return_document=ReturnDocument.AFTER,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.base.atomic_folder import begin_folder, discard_folder
-from agentrl.base.concurrency import wait_for_any
+from agentrl.base.concurrency import Backoff, wait_for_any
 from agentrl.base.device_lease import DeviceLease
 from agentrl.base.spans import tracer
 from agentrl.config.schema import TrainConfig
@@ -234,7 +234,7 @@ class Publisher:
         """Wait until the newest version is as new as sampling needs it; retry what failed meanwhile."""
         progress = self.progress
         deadline = time.monotonic() + self.config.publish_wait_seconds
-        pause = _FIRST_PAUSE
+        backoff = Backoff("a version to be published", _FIRST_PAUSE, _LONGEST_PAUSE)
         while (ahead := progress.step - progress.published_step) > self.max_staleness:
             if self.flight is not None:
                 await self.end()
@@ -250,8 +250,7 @@ class Publisher:
                     " retrying for %.0f s: %s",
                     progress.step, ahead, progress.version, self.max_staleness, left, self.failure,
                 )  # fmt: skip
-                await self._sleep(min(pause, max(left, 0.0)))
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                await self._sleep(min(backoff.next(), max(left, 0.0)))
                 self.failure = None
             await self.begin()
         self._log_unpublished()
