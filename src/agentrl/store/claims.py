@@ -39,12 +39,12 @@ from agentrl.store.mechanics.connection import (
     Connection,
     Json,
     Repository,
+    WriteCoalescer,
     abort,
     database_call,
     use_session,
 )
 from agentrl.store.mechanics.lease import FREE, QUEUED, literal, lost_claims
-from agentrl.store.mechanics.write_coalescer import WriteCoalescer
 from agentrl.store.records import CompletedGroups, end_records, queue_sampled
 
 _TRANSIENT = "TransientTransactionError"
