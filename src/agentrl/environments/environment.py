@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from agentrl.base.permissions import server_name
 from agentrl.base.registry import Registry
+from agentrl.base.user_code import server_name
 from agentrl.config.sampling import ContainerConfig
 from agentrl.documents.record import HarnessRun
 from agentrl.documents.task import Task

@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any
 
 from agentrl.base.concurrency import ENVIRONMENT_THREADS
-from agentrl.base.permissions import require_allowed
 from agentrl.base.process_pool import run_in_process
-from agentrl.base.user_code import contain_call, describe
+from agentrl.base.user_code import contain_call, describe, require_allowed
 from agentrl.documents.document import is_score, replace_surrogates, sanitize_bson
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import names_in_fields

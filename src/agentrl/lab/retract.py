@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.base.atomic_folder import TEMPORARY, delete_folder, remove_leftovers
-from agentrl.base.permissions import allow
 from agentrl.base.processes import user_name
 from agentrl.base.registry import import_modules
+from agentrl.base.user_code import allow
 from agentrl.config.load import Configs
 from agentrl.config.schema import ClaimConfig, EngineConfig, RunConfig, TaskConfig
 from agentrl.data.finalize_group import decide_stored

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from agentrl.base.concurrency import Backoff
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
 from agentrl.environments.session import environment_of, full_environments
@@ -41,8 +41,8 @@ FIRST_LAG_SECONDS, LAG_SECONDS = 0.125, 1.0
 _REST_SECONDS = 0.25
 """Changes within this time are coalesced: they wake a sampler once."""
 
-_MOST_MISSES = 4
-"""Largest number of consecutive claims without a slot that double the rest."""
+_LONGEST_REST_SECONDS = 4.0
+"""Each consecutive claim without a slot doubles the rest, up to this long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Sampler:
         """Consecutive claims without a slot."""
         self._look_at = 0.0
         """Latest time of the next look for new groups (``time.monotonic``)."""
-        self._lag_delay = FIRST_LAG_SECONDS
+        self._lag = Backoff("engines to load a version", FIRST_LAG_SECONDS, LAG_SECONDS)
         self.scored = 0
         """Number of trajectories that this sampler scored."""
         self._housekeeping = Housekeeping(
@@ -153,7 +153,7 @@ class Sampler:
             if has_room:
                 if self._misses == 0:
                     self._housekeeping.work_ran_out()
-                self._misses = min(self._misses + 1, _MOST_MISSES)
+                self._misses += 1
             if self._held:
                 busy_at = time.monotonic()
             elif await self._is_done(stop):
@@ -206,10 +206,9 @@ class Sampler:
     async def _limit(self) -> GroupLimit | int | None:
         limit = await self._groups_allowed()
         if isinstance(limit, GroupLimit) and limit.engines_lag:
-            self._look_at = min(self._look_at, time.monotonic() + self._lag_delay)
-            self._lag_delay = min(2 * self._lag_delay, LAG_SECONDS)
+            self._look_at = min(self._look_at, time.monotonic() + self._lag.next())
         else:
-            self._lag_delay = FIRST_LAG_SECONDS
+            self._lag.reset()
         return limit
 
     def _start(self, claim: Claim) -> None:
@@ -252,7 +251,10 @@ class Sampler:
             if await self._store.wait_for_change(*_WORK, timeout=_WATCH_SECONDS):
                 self._changed.set()
                 # Vary the rest, or all samplers that one change has woken claim again at the same moment.
-                await asyncio.sleep(_REST_SECONDS * 2**self._misses * random.uniform(0.5, 1))
+                rest = Backoff(
+                    "work", _REST_SECONDS, _LONGEST_REST_SECONDS, jitter=0.5, attempts=self._misses
+                )
+                await asyncio.sleep(rest.next())
 
     async def _watch_training(self) -> None:
         """Wake the sampler after a step or a policy version: both free capacity for groups."""

@@ -7,12 +7,11 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agentrl.base.concurrency import background, wait_for_any
-from agentrl.base.permissions import allow, is_allowed
+from agentrl.base.concurrency import Backoff, background, wait_for_any
 from agentrl.base.processes import stop_on_signals
 from agentrl.base.registry import import_modules
 from agentrl.base.spans import NO_SPAN, Span, tracer
-from agentrl.base.user_code import contain_call, contain_errors
+from agentrl.base.user_code import allow, contain_call, contain_errors, is_allowed
 from agentrl.config.load import Configs
 from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig, TaskConfig
 from agentrl.documents.record import Failure
@@ -155,7 +154,7 @@ class ScoringQueue:
         self._concurrency = concurrency
         self._held = HeldClaims(scoring.store, scoring.claims, owner, split, self._ended)
         self._woken = asyncio.Event()
-        self._poll_seconds = FIRST_POLL_SECONDS
+        self._poll = Backoff("trajectories to score", FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS)
         self.scored = 0
         """Number of trajectories that this queue scored."""
 
@@ -204,9 +203,9 @@ class ScoringQueue:
 
     async def _wait(self, stop: asyncio.Event) -> None:
         """Wait until ``wake``, ``stop``, or the next look; looks become rarer while nothing waits."""
-        await wait_for_any(stop, self._woken, timeout=self._poll_seconds)
-        longer = min(2 * self._poll_seconds, LONGEST_POLL_SECONDS)
-        self._poll_seconds = FIRST_POLL_SECONDS if self._woken.is_set() else longer
+        await wait_for_any(stop, self._woken, timeout=self._poll.next())
+        if self._woken.is_set():
+            self._poll.reset()
         self._woken.clear()
 
 

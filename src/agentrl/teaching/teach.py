@@ -41,7 +41,7 @@ from agentrl.teaching.teacher import FolderTeacher, HttpTeacher, TeacherEngine, 
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
-    from agentrl.store.columns import ColumnClaim
+    from agentrl.store.groups import ColumnClaim
     from agentrl.teaching.teacher import Teaching
 
 logger = logging.getLogger(__name__)

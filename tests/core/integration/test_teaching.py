@@ -24,7 +24,7 @@ from agentrl.inference.engine import EngineRefusedError, malformed
 from agentrl.rollout import outages as breaker_module
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
-from agentrl.store.columns import read_columns
+from agentrl.store.groups import read_columns
 from agentrl.teaching import teach as teaching_process
 from agentrl.teaching.teach import Filler
 from agentrl.teaching.teacher import FolderTeacher, Scored, Teaching

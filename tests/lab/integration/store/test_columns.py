@@ -21,7 +21,7 @@ from agentrl.errors import LeaseLostError
 from agentrl.lab.transfer import Transfer
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store, open_connection
-from agentrl.store.columns import ColumnClaim
+from agentrl.store.groups import ColumnClaim
 
 pytestmark = pytest.mark.integration
 
