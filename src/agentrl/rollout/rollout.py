@@ -40,6 +40,7 @@ from agentrl.errors import (
 from agentrl.inference.engine import Generation
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.chat import ChatAnswer, NoAnswerError, ask
+from agentrl.observe.logging import failure_text
 from agentrl.rollout.agent_io import (
     AgentCfg,
     Endpoint,
@@ -47,7 +48,6 @@ from agentrl.rollout.agent_io import (
     GatewayResult,
     agent_cfg_path,
     checked_messages,
-    failure_text,
     read_agent_cfg,
 )
 from agentrl.rollout.histories import Histories, MakeProgress
