@@ -13,6 +13,7 @@ from typing import Final
 MOVED: Final = {
     "agentrl.containers": "agentrl.worlds.containers",
     "agentrl.containers.base": "agentrl.worlds.containers.container",
+    "agentrl.rollout.context": "agentrl.rollout.agents",
     "agentrl.rollout.langgraph": "agentrl.worlds.langgraph",
     "agentrl.rollout.langgraph.agent_graph": "agentrl.worlds.langgraph",
     "agentrl.rollout.langgraph.chat_model": "agentrl.worlds.langgraph",

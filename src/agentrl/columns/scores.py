@@ -20,7 +20,7 @@ from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig, TaskCo
 from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.documents.task import FEEDBACK, Claim
-from agentrl.environments.session import names_of
+from agentrl.environments.environment import names_of
 from agentrl.errors import FailureError, LeaseLostError, ScorerError, StoreError
 from agentrl.observe.logging import failure_text
 from agentrl.scoring.scorers import ScorerContext, score_context, stored_context

@@ -27,8 +27,7 @@ from agentrl.documents.model_call import FixedModelCall, ToolExecution, role_pro
 from agentrl.documents.record import HarnessRun
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim, Task
-from agentrl.environments.environment import Environment, Observation
-from agentrl.environments.session import EnvironmentSession
+from agentrl.environments.environment import Environment, EnvironmentSession, Observation
 from agentrl.errors import (
     ConfigError,
     ContextFullError,

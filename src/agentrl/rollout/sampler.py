@@ -15,7 +15,7 @@ from agentrl.columns.pool import Pool, SlotLeases, bounded
 from agentrl.columns.scores import QueuedScores
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
-from agentrl.environments.session import environment_of, full_environments
+from agentrl.environments.environment import environment_of, full_environments
 from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer, Housekeeping, Tails, collect_while_idle
 from agentrl.rollout.preflight import require_tools
 from agentrl.rollout.worker import Worker
@@ -83,7 +83,7 @@ class Sampler(SlotLeases):
         self._pool = Pool(store, self, config.claims, config.concurrency)
         self._tails = None if config.cut_after is None else Tails(store, self._pool, config.cut_after)
         scores = QueuedScores(worker.scoring, split=config.split, owner=f"{config.owner}-scoring")
-        self._scores = Pool(store, scores, worker.claims, config.scorings)
+        self._scores = Pool(store, scores, config.claims, config.scorings)
         self._late = LateServers(worker.tools, worker.outages, worker.sampling.outage_wait_seconds)
         self._has_claimed = False
         self._has_changed = False

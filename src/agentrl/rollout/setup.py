@@ -46,8 +46,7 @@ from agentrl.inference.engine import Router
 from agentrl.inference.session import EngineRouter, LiveEngines
 from agentrl.observe.begin_run import begin_model, begin_run
 from agentrl.rollout.agent_io import Endpoint, agent_cfg_path
-from agentrl.rollout.agents import check_agent
-from agentrl.rollout.context import CONTEXT_MANAGERS
+from agentrl.rollout.agents import CONTEXT_MANAGERS, check_agent
 from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer, collect_garbage_less_often
 from agentrl.rollout.load_tasks import load_read_tasks, read_source
 from agentrl.rollout.preflight import probe, require_groups

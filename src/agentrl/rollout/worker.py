@@ -21,7 +21,7 @@ from agentrl.documents.record import Failure
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, Task
-from agentrl.environments.session import EnvironmentSession, environment_names, names_of, open_environment
+from agentrl.environments.environment import EnvironmentSession, environment_names, names_of, open_environment
 from agentrl.errors import (
     ConfigError,
     FailureError,
@@ -37,8 +37,7 @@ from agentrl.errors import (
 from agentrl.inference.engine import Engine, Router
 from agentrl.observe.logging import failure_text
 from agentrl.rollout.agent_io import Gateway, Outcome
-from agentrl.rollout.agents import AGENTS, Agent, AgentClass, run_agent, scorer_context
-from agentrl.rollout.context import CONTEXT_MANAGERS
+from agentrl.rollout.agents import AGENTS, CONTEXT_MANAGERS, Agent, AgentClass, run_agent, scorer_context
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.tool_calls import HeldTools
 from agentrl.rollout.trace import end_trajectory, trajectory_span

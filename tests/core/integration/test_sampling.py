@@ -20,7 +20,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, SlotStatus, StopReason, TaskStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.errors import EngineError, ModelError, ToolServerError
-from agentrl.evaluation.engines import wait_for_shared
+from agentrl.evaluation.policy import wait_for_shared
 from agentrl.rollout import housekeeping
 from agentrl.rollout import sampler as sampler_module
 from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer
