@@ -18,11 +18,11 @@ from agentrl.documents.images import Image
 from agentrl.documents.model_call import PartialGeneration, VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
-from agentrl.environments.session import EnvironmentSession
+from agentrl.environments.environment import EnvironmentSession
 from agentrl.errors import ImageError, ToolServerError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EncodedIds, Engine, Generation, Held, Progress
-from agentrl.rollout.context import CONTEXT_MANAGERS
+from agentrl.rollout.agents import CONTEXT_MANAGERS
 from agentrl.rollout.rollout import ContextManager, Rollout
 from agentrl.rollout.tool_calls import Tools
 from agentrl.rollout.trajectory_calls import PendingCall, TrajectoryCalls

@@ -14,8 +14,7 @@ from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Claim, Task
 from agentrl.documents.training import DBRecordData
 from agentrl.rollout.agent_io import Outcome
-from agentrl.rollout.agents import AGENTS, Agent, run_agent, scorer_context
-from agentrl.rollout.context import CONTEXT_MANAGERS
+from agentrl.rollout.agents import AGENTS, CONTEXT_MANAGERS, Agent, run_agent, scorer_context
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.trajectory_calls import PendingCall
 from agentrl.scoring.scorers import ScoreResult, score_context

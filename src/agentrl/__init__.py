@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from agentrl.losses.settings import LossSettings
     from agentrl.observe.trackers import tracker
     from agentrl.rollout.agent_io import Outcome
-    from agentrl.rollout.agents import agent
-    from agentrl.rollout.context import context_manager
+    from agentrl.rollout.agents import agent, context_manager
     from agentrl.rollout.rollout import FixedModel, Role, Rollout
     from agentrl.rollout.trajectory_calls import Turn
     from agentrl.scoring.groups import ScoredGroup, advantage, group_filter
@@ -73,7 +72,7 @@ _MODULES = {
     "Turn": "rollout.trajectory_calls",
     "advantage": "scoring.groups",
     "agent": "rollout.agents",
-    "context_manager": "rollout.context",
+    "context_manager": "rollout.agents",
     "convert_arguments": "chat.parsers.arguments",
     "environment": "environments.environment",
     "group_filter": "scoring.groups",

@@ -99,7 +99,7 @@ def score(argv: list[str]) -> int:
         shown=[RunConfig, SamplingConfig, ClaimConfig, TraceConfig],
         extra=[ScoreFlags],
     )
-    from agentrl.rollout.scoring import score as run_scorer
+    from agentrl.columns.scores import score as run_scorer
 
     flags = configs[ScoreFlags]
     scored = _traced(
@@ -126,7 +126,7 @@ def teach(argv: list[str]) -> int:
         shown=[RunConfig, ModelConfig, TeacherConfig, ClaimConfig, TraceConfig],
         extra=[TeachFlags],
     )
-    from agentrl.teaching.teach import teach as run_teacher
+    from agentrl.columns.teacher import teach as run_teacher
 
     ends = configs[TeachFlags].until_empty
     filled = _traced(configs, "teach", lambda: run_teacher(configs, until_empty=ends))

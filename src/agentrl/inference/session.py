@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from agentrl.base.concurrency import Backoff, end_tasks
 from agentrl.chat.chat_format import ChatFormat
+from agentrl.columns.outages import Outages
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import (
     ExpertShape,
@@ -47,7 +48,6 @@ from agentrl.inference.engine import (
     adapter_version,
 )
 from agentrl.inference.engines.clients import engine_client
-from agentrl.rollout.outages import Outages
 from agentrl.store.mechanics.retry import log_store_errors
 
 log = logging.getLogger(__name__)

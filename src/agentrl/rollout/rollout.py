@@ -27,8 +27,7 @@ from agentrl.documents.model_call import FixedModelCall, ToolExecution, role_pro
 from agentrl.documents.record import HarnessRun
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim, Task
-from agentrl.environments.environment import Environment, Observation
-from agentrl.environments.session import EnvironmentSession
+from agentrl.environments.environment import Environment, EnvironmentSession, Observation
 from agentrl.errors import (
     ConfigError,
     ContextFullError,
@@ -40,6 +39,7 @@ from agentrl.errors import (
 from agentrl.inference.engine import Generation
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.chat import ChatAnswer, NoAnswerError, ask
+from agentrl.observe.logging import failure_text
 from agentrl.rollout.agent_io import (
     AgentCfg,
     Endpoint,
@@ -47,7 +47,6 @@ from agentrl.rollout.agent_io import (
     GatewayResult,
     agent_cfg_path,
     checked_messages,
-    failure_text,
     read_agent_cfg,
 )
 from agentrl.rollout.histories import Histories, MakeProgress

@@ -11,11 +11,11 @@ from agentrl.base.user_code import contain_errors
 from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers.arguments import validate_call
 from agentrl.chat.parsers.parser import ToolCall
+from agentrl.columns.outages import Clock, Outages
 from agentrl.documents.document import replace_surrogates
 from agentrl.documents.images import Part
 from agentrl.documents.model_call import ToolExecution, storable_arguments
 from agentrl.errors import ToolServerError, tool_server
-from agentrl.rollout.outages import Clock, Outages
 from agentrl.rollout.trace import end_tool, tool_span
 from agentrl.rollout.trajectory_calls import PendingCall, Turn
 from agentrl.tools.tool import Schema, ToolResult, schema_name

@@ -415,8 +415,8 @@ async def _score_failed(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Queue and score what failed in scoring; return 1 if some of it has no score afterwards."""
     import asyncio
 
+    from agentrl.columns.scores import score_queued
     from agentrl.lab.regroup import Reopening
-    from agentrl.rollout.scoring import score_queued
     from agentrl.store.client import open_existing
 
     if arguments.status != ["failed"] or arguments.scorer is not None:

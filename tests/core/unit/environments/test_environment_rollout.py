@@ -13,7 +13,7 @@ from trajectories import score_trajectory
 from agentrl.config.schema import AgentConfig, SamplingConfig, ToolConfig
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Claim, Task
-from agentrl.environments.session import open_environment
+from agentrl.environments.environment import open_environment
 from agentrl.errors import ConfigError, TrajectoryError
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS, run_agent

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agentrl.base.concurrency import Backoff, background, wait_for_any
 from agentrl.base.processes import stop_on_signals
 from agentrl.base.registry import import_modules
 from agentrl.base.spans import NO_SPAN, Span, tracer
 from agentrl.base.user_code import allow, contain_call, contain_errors, is_allowed
+from agentrl.columns.outages import CallFailures, Outages, report_outages
+from agentrl.columns.pool import Pool, SlotLeases, owner_name
 from agentrl.config.load import Configs
 from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig, TaskConfig
 from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.documents.task import FEEDBACK, Claim
-from agentrl.environments.session import names_of
+from agentrl.environments.environment import names_of
 from agentrl.errors import FailureError, LeaseLostError, ScorerError, StoreError
-from agentrl.rollout.agent_io import failure_text
-from agentrl.rollout.held_claims import HeldClaims, owner_name
-from agentrl.rollout.outages import CallFailures, Outages, report_outages
+from agentrl.observe.logging import failure_text
 from agentrl.scoring.scorers import ScorerContext, score_context, stored_context
 from agentrl.store.client import open_existing
 from agentrl.store.mechanics.retry import retry_outages
@@ -31,12 +31,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-_AT_ONCE = 16
-"""Largest number of trajectories of one group that are claimed together."""
-
-FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS = 2.0, 8.0
-"""Interval of looks into the queue; it doubles with each look that finds nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,74 +133,42 @@ class Scoring:
         )
 
 
-class ScoringQueue:
-    """Claims sampled trajectories that wait for a score, and scores them."""
+class QueuedScores(SlotLeases):
+    """The filler of scores: claims sampled trajectories that wait for one."""
 
     def __init__(
-        self, scoring: Scoring, *, split: str, owner: str, concurrency: int, only_scorer: str | None = None
-    ) -> None:
-        """Score up to ``concurrency`` trajectories of ``split``, or of a scorer in it, at a time."""
-        self._only_scorer = only_scorer
+        self, scoring: Scoring, *, split: str, owner: str, only_scorer: str | None = None,
+        until_empty: bool = False,
+    ) -> None:  # fmt: skip
+        """Score ``split``, or what ``only_scorer`` scores in it; with ``until_empty``, end with the queue."""
+        super().__init__(scoring.store, split, owner)
         self._scoring = scoring
-        self._store = scoring.store
-        self._split = split
-        self._owner = owner
-        self._concurrency = concurrency
-        self._held = HeldClaims(scoring.store, scoring.claims, owner, split, self._ended)
-        self._woken = asyncio.Event()
-        self._poll = Backoff("trajectories to score", FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS)
-        self.scored = 0
-        """Number of trajectories that this queue scored."""
+        self._only_scorer = only_scorer
+        self._until_empty = until_empty
 
-    async def run(self, stop: asyncio.Event, *, until_empty: bool = False) -> None:
-        """Score until ``stop``, or with ``until_empty`` until no trajectory waits for a score.
-
-        Raises the error of a trajectory that this process cannot score, after its claims are released.
-        """
-        async with self._held.renewing():
-            try:
-                while not stop.is_set():
-                    if self._held.error is not None:
-                        raise self._held.error
-                    if await self._claim():
-                        continue
-                    if until_empty and not self._held and not await self._store.claims.unscored(self._split):
-                        return
-                    await self._wait(stop)
-            finally:
-                await self._held.release()
-
-    async def _claim(self) -> bool:
-        """Claim what one group has to score; return whether there was anything."""
-        needs = self._scoring.outages.needs_down()
-        claims = await self._store.claims.claim_sampled(
-            split=self._split,
-            owner=self._owner,
+    async def claim(self, free: int) -> Sequence[Claim]:
+        """Claim what one group has to score."""
+        outages = self._scoring.outages
+        claims = await self.store.claims.claim_sampled(
+            split=self.split,
+            owner=self.owner,
             lease_seconds=self._scoring.claims.lease_seconds,
             # Claim one at a time in an outage: it probes, and the others of its group would only fail.
-            limit=min(self._concurrency - len(self._held), 1 if self._scoring.outages.open else _AT_ONCE),
-            without_scorers=needs.scorers,
+            limit=1 if outages.open else free,
+            without_scorers=outages.needs_down().scorers,
             only_scorer=self._only_scorer,
         )
         for claim in claims:
-            self._scoring.outages.begin_probes(claim.record_id, (), claim.task.scorer)
-            self._held.start(claim, self._scoring.score_stored(claim))
-        return bool(claims)
+            outages.begin_probes(claim.record_id, (), claim.task.scorer)
+        return claims
 
-    def wake(self) -> None:
-        """Look into the queue now, and often for a while."""
-        self._woken.set()
+    async def fill(self, claim: Claim) -> bool:
+        """Score a trajectory, as ``Scoring.score_stored``."""
+        return await self._scoring.score_stored(claim)
 
-    def _ended(self, is_scored: bool) -> None:
-        self.wake()
-        self.scored += is_scored
-
-    async def _wait(self, stop: asyncio.Event) -> None:
-        """Wait until ``wake``, ``stop``, or the next look; looks become rarer while nothing waits."""
-        await wait_for_any(stop, self._woken, timeout=self._poll.next())
-        if self._woken.is_set():
-            self._poll.reset()
-        self._woken.clear()
+    async def is_done(self) -> bool:
+        """Return whether the queue is empty and the pool ends with it."""
+        return self._until_empty and not await self.store.claims.unscored(self.split, self._only_scorer)
 
 
 async def score(configs: Configs, split: str, *, until_empty: bool) -> int:
@@ -235,10 +197,11 @@ async def score_queued(
     owner = owner_name()
     outages = Outages(sampling.outage_wait_seconds)
     scoring = Scoring(store=store, outages=outages, sampling=sampling, claims=claims)
-    queue = ScoringQueue(scoring, split=split, owner=owner, concurrency=sampling.max_concurrent_scorings)
+    scores = QueuedScores(scoring, split=split, owner=owner, until_empty=until_empty)
+    pool = Pool(store, scores, claims, sampling.max_concurrent_scorings)
+    outages.changed = pool.wake
     try:
-        async with background(report_outages(store, lambda: outages.open, owner)):
-            await queue.run(stop, until_empty=until_empty)
+        await pool.run(stop, report_outages(store, lambda: outages.open, owner))
     finally:
         outages.close()
-    return queue.scored
+    return pool.filled

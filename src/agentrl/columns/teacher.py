@@ -1,27 +1,65 @@
-"""A teacher: what it reads of a trajectory, and its logprobs: of SGLang, vLLM, or a model in this process."""
+"""A teacher: what it reads of a trajectory, its logprobs, and ``agentrl teach``, which fills its column.
+
+A teacher is a server of SGLang or vLLM, or a model in this process.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from heapq import nlargest
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from agentrl.base.processes import stop_on_signals
 from agentrl.chat.chat_format import ChatFormat
+from agentrl.chat.model_folder import read_chat_files
+from agentrl.chat.open_format import open_chat_format
+from agentrl.columns.outages import Outages, report_outages
+from agentrl.columns.pool import Pool, owner_name
+from agentrl.config.load import Configs
+from agentrl.config.schema import ClaimConfig, ModelConfig, RunConfig, TeacherConfig
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_ids
 from agentrl.documents.record import TopLogprobs, checked_logprobs
 from agentrl.documents.task import Task
-from agentrl.inference.engine import EngineRefusedError, known_format, malformed
+from agentrl.errors import (
+    AgentRLError,
+    ConfigError,
+    Dependency,
+    DependencyKind,
+    EngineError,
+    LeaseLostError,
+    RunMissingError,
+    StoreError,
+    StoreUnavailableError,
+)
+from agentrl.inference.engine import EngineAnswerError, EngineRefusedError, known_format, malformed
 from agentrl.inference.http import EngineHttp
+from agentrl.losses.loss import TEACHER
+from agentrl.observe.logging import redact_and_cut
 from agentrl.rollout.prompts import chain_of, one_system
+from agentrl.store.client import open_existing
+from agentrl.store.mechanics.connection import COLUMN
+from agentrl.store.mechanics.retry import retry_outages
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+    from agentrl.store.groups import ColumnClaim
+
+logger = logging.getLogger(__name__)
+
+_WATCH_SECONDS = 60.0
+_WHY_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -281,3 +319,237 @@ def _end_of_turn(chat: ChatFormat) -> int:
     turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     ids = chat.render(turn, None, add_generation_prompt=False)
     return next((token for token in reversed(ids) if token in chat.stop_ids), min(chat.stop_ids))
+
+
+@dataclass(eq=False, kw_only=True)
+class TeacherColumn:
+    """The filler of the column ``teacher`` of a run, from one teacher."""
+
+    store: Store
+    teaching: Teaching
+    claims: ClaimConfig
+    name: str = ""
+    """The name by which tasks ask for this teacher (``meta.teacher``); empty: those that name none."""
+    until_empty: bool = False
+    """Whether the pool ends when no Record waits for this teacher."""
+
+    def __post_init__(self) -> None:
+        self._owner = owner_name()
+        self._outages = Outages()
+        self._breaker = self._outages.breaker(Dependency(DependencyKind.TEACHER, self.teaching.engine.name))
+
+    async def run(self, stop: asyncio.Event, concurrency: int) -> int:
+        """Fill until ``stop``, or until nothing waits; return how many Records were filled."""
+        pool = Pool(self.store, self, self.claims, concurrency)
+        self._outages.changed = pool.wake
+
+        async def watch() -> None:
+            while True:
+                if await self.store.wait_for_change(COLUMN, timeout=_WATCH_SECONDS):
+                    pool.wake()
+
+        try:
+            await pool.run(stop, report_outages(self.store, lambda: self._outages.open, self._owner), watch())
+        finally:
+            self._outages.close()
+        return pool.filled
+
+    async def claim(self, free: int) -> Sequence[ColumnClaim]:
+        """Claim Records that wait; one alone probes a teacher that is down."""
+        is_probe = self._breaker.is_open
+        if is_probe and not self._breaker.probe_is_due:
+            return []
+        claims = await self.store.columns.claim(
+            TEACHER, owner=self._owner, lease_seconds=self.claims.lease_seconds,
+            limit=1 if is_probe else free, filler=self.name,
+        )  # fmt: skip
+        if claims and is_probe:
+            self._breaker.begin_probe()
+        return claims
+
+    async def is_done(self) -> bool:
+        """Return whether no Record waits for this teacher, and the pool ends then."""
+        if not self.until_empty:
+            return False
+        waiting = await self.store.columns.waiting(TEACHER)
+        return not any(waiting.get(filler) for filler in {"", self.name})
+
+    async def renew(self, claims: Sequence[ColumnClaim], lease_seconds: float) -> Collection[ColumnClaim]:
+        """Renew the leases of ``claims``; return those that others took over."""
+        return await self._lost(claims, partial(self.store.columns.renew, lease_seconds=lease_seconds))
+
+    async def release(self, claims: Sequence[ColumnClaim]) -> Collection[ColumnClaim]:
+        """Hand ``claims`` back unfilled; return those that others took over."""
+        return await self._lost(claims, self.store.columns.release)
+
+    async def granted(self) -> Sequence[ColumnClaim]:
+        """Return the claims that this process holds according to the database."""
+        return await self.store.columns.of_owner(TEACHER, self._owner)
+
+    async def fill(self, claim: ColumnClaim) -> bool:
+        """Fill one column; return whether it is filled. A failure hands it back."""
+        try:
+            await self._ask(claim)
+        except LeaseLostError as error:
+            logger.warning("%s", error.message)
+            return False
+        except StoreUnavailableError:
+            raise
+        except EngineError as error:
+            if error.outage is None:
+                self._breaker.succeeded()  # it refused this Record, so it is up
+            else:
+                self._breaker.failed(error.message, error.retry_after)
+            # A malformed answer may be the Record's fault: without a bound it would be asked for ever.
+            counts = error.outage is None or isinstance(error, EngineAnswerError)
+            await self._fail(claim, error, counts=counts)
+            return False
+        except AgentRLError as error:
+            if self._breaker.is_open:
+                self._breaker.failed(error.message)
+            await self._fail(claim, error, counts=True)
+            return False
+        logger.info("column filled", extra={"record": claim.record_id, "by": self.teaching.engine.name})
+        return True
+
+    async def _ask(self, claim: ColumnClaim) -> None:
+        column, store = claim.column, self.store
+        task = await store.tasks.get(column.task)
+        if task is None:
+            raise StoreError(f"there is no Task {column.task}", hint="agentrl db check lists what is missing")
+        calls = await store.model_calls.by_record(column.record)
+        values, top = await self.teaching.values(task, calls)
+        self._breaker.succeeded()
+        await store.columns.fill(claim, values.tolist(), top, by=self.teaching.engine.name)
+
+    async def _fail(self, claim: ColumnClaim, error: AgentRLError, *, counts: bool) -> None:
+        why = redact_and_cut(error.message, _WHY_CHARS)
+        try:
+            status = await self.store.columns.fail(
+                claim, why, max_attempts=self.claims.max_attempts, counts=counts,
+                backoff_seconds=self.claims.retry_backoff_seconds,
+            )  # fmt: skip
+        except LeaseLostError as lost:
+            logger.warning("%s", lost.message)
+            return
+        logger.warning("column not filled", extra={"record": claim.record_id, "why": why, "now": status})
+
+    async def _lost(
+        self, claims: Sequence[ColumnClaim], write: Callable[[ColumnClaim], Awaitable[None]]
+    ) -> list[ColumnClaim]:
+        lost = []
+        for claim in claims:
+            try:
+                await write(claim)
+            except LeaseLostError:
+                lost.append(claim)
+        return lost
+
+
+_RETRY_SECONDS = 2.0
+_BEGIN_SECONDS = 60.0
+
+
+async def teach(configs: Configs, *, until_empty: bool) -> int:
+    """Fill until a signal, or with ``until_empty`` until nothing waits; return how many were filled."""
+    run, flags = configs[RunConfig], configs[TeacherConfig]
+    stop = stop_on_signals()
+    if configs[ModelConfig].model_name_or_path is None:
+        raise ConfigError("--model_name_or_path is missing", hint="give the folder of the student's model")
+    engine = await asyncio.to_thread(_open, flags)
+    try:
+        with retry_outages(run.db_wait_seconds, stop):
+            async with await _open_begun(run, stop) as store:
+                teaching = await _teaching(engine, configs[ModelConfig], flags)
+                column = TeacherColumn(
+                    store=store, teaching=teaching, claims=configs[ClaimConfig], name=flags.teacher_name,
+                    until_empty=until_empty,
+                )  # fmt: skip
+                return await column.run(stop, flags.teacher_concurrency)
+    finally:
+        await engine.close()
+
+
+async def _open_begun(run: RunConfig, stop: asyncio.Event) -> Store:
+    """Open the run; wait for a sampler or trainer that starts at the same time and begins it."""
+    deadline = time.monotonic() + _BEGIN_SECONDS
+    while True:
+        try:
+            return await open_existing(run)
+        except RunMissingError as error:
+            if time.monotonic() >= deadline or stop.is_set():
+                raise
+            logger.warning("waiting %g s for the run to begin: %s", _BEGIN_SECONDS, error.message)
+            await asyncio.sleep(_RETRY_SECONDS)
+
+
+def _open(flags: TeacherConfig) -> TeacherEngine:
+    if flags.teacher is None:
+        raise ConfigError("--teacher is missing", hint="give a model folder, or the URL of a server")
+    if "://" in flags.teacher and not flags.teacher.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"--teacher is {flags.teacher}", hint="a server's URL begins with http:// or https://"
+        )
+    if "://" in flags.teacher:
+        return HttpTeacher(flags.teacher, flags.teacher_timeout_seconds)
+    return FolderTeacher(Path(flags.teacher))
+
+
+async def _teaching(engine: TeacherEngine, model: ModelConfig, flags: TeacherConfig) -> Teaching:
+    """Return how the teacher reads: the student's ids if both tokenizers have the same vocabulary."""
+    served = await _reached(engine, flags.teacher_wait_seconds)
+    folder = Path(flags.teacher_tokenizer or served or "none")
+    teaching = await asyncio.to_thread(_compare, engine, model, folder, flags)
+    reads = "the student's ids" if teaching.tokenizers is None else "text, aligned"
+    logger.info("teacher", extra={"by": engine.name, "reads": reads})
+    return teaching
+
+
+def _compare(engine: TeacherEngine, model: ModelConfig, folder: Path, flags: TeacherConfig) -> Teaching:
+    if flags.teacher_tokenizer is not None and not folder.is_dir():
+        raise ConfigError(f"--teacher_tokenizer {folder} is not a folder", hint="one with a tokenizer.json")
+    if not folder.is_dir():
+        raise ConfigError(
+            f"teacher {engine.name} serves {folder}, which is not a folder here: its tokenizer cannot be"
+            " compared with the student's",
+            hint="give --teacher_tokenizer, a folder with its tokenizer.json",
+        )
+    student, own = read_chat_files(str(model.model_name_or_path)), read_chat_files(folder)
+    is_same = student.tokenizer.get_vocab() == own.tokenizer.get_vocab()
+    prompt = None if flags.teacher_prompt is None else _read(Path(flags.teacher_prompt))
+    if is_same and prompt is None:
+        return Teaching(engine, top_logprobs=flags.teacher_top_logprobs)
+    described = replace(model, model_name_or_path=str(folder)) if is_same else ModelConfig()
+    return Teaching(
+        engine,
+        teacher=open_chat_format(folder, described),
+        tokenizers=None if is_same else (student.tokenizer, own.tokenizer),
+        stop_ids=student.stop_ids,
+        prompt=prompt,
+        top_logprobs=flags.teacher_top_logprobs,
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--teacher_prompt {path} cannot be read: {error}", hint="give a text file"
+        ) from error
+
+
+async def _reached(engine: TeacherEngine, wait_seconds: float) -> str | None:
+    """Return the folder of the teacher's model; wait for a server that is not up yet."""
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            return await engine.folder()
+        except EngineError as error:
+            if error.outage is None or time.monotonic() >= deadline:
+                error.hint = (
+                    "start the server, or correct --teacher; --teacher_wait_seconds is how long it is awaited"
+                )
+                raise
+            logger.warning("the teacher is not up yet: %s", error.message)
+            await asyncio.sleep(_RETRY_SECONDS)

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import pytest
 from waiting import until
 
+from agentrl.columns import outages
+from agentrl.columns.outages import LateServers, Outages
 from agentrl.errors import ConfigError, ToolServerConfigError, ToolServerError, tool_server
-from agentrl.rollout import outages
-from agentrl.rollout.outages import LateServers, Outages
 from agentrl.store.claims import NOTHING, Needs
 
 

@@ -10,7 +10,7 @@ from rollout_fakes import format_of
 from trajectories import Trajectory
 
 from agentrl.chat.chat_format import ChatFormat, Message, ToolSchemas
-from agentrl.teaching.teacher import Scored, Teaching
+from agentrl.columns.teacher import Scored, Teaching
 
 
 class Teacher:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from tiny_policy import tiny_tokenizer
 
-from agentrl.teaching.teacher import align, token_ends
+from agentrl.columns.teacher import align, token_ends
 
 NONE = math.nan
 

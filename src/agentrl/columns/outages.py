@@ -422,8 +422,9 @@ class Outages:
 
     def count_lost_session(self, task_id: str, traj_id: int) -> bool:
         """Count that a trajectory of a slot lost its session; return whether the slot is to blame for it."""
-        self._lost[task_id, traj_id] += 1
-        return self._lost[task_id, traj_id] >= LOST_SESSIONS
+        slot = task_id, traj_id
+        self._lost[slot] += 1
+        return self._lost[slot] >= LOST_SESSIONS
 
     def blocks_claims(self, running: int) -> bool:
         """Return whether nothing may be claimed: the engines are down, and it is not time to probe them.

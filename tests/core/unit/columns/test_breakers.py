@@ -10,6 +10,16 @@ import pytest
 from waiting import until
 
 from agentrl.base.concurrency import background
+from agentrl.columns import outages as breaker_module
+from agentrl.columns.outages import (
+    LONGEST_PAUSE_SECONDS,
+    LOST_SESSIONS,
+    OPEN_AFTER,
+    OWN_FAILURES,
+    Breaker,
+    Clock,
+    Outages,
+)
 from agentrl.errors import (
     ENGINES,
     Dependency,
@@ -24,16 +34,6 @@ from agentrl.errors import (
 )
 from agentrl.llm.agent_config import ModelEndpoint
 from agentrl.llm.chat import EndpointLimits
-from agentrl.rollout import outages as breaker_module
-from agentrl.rollout.outages import (
-    LONGEST_PAUSE_SECONDS,
-    LOST_SESSIONS,
-    OPEN_AFTER,
-    OWN_FAILURES,
-    Breaker,
-    Clock,
-    Outages,
-)
 
 SEARCH = tool_server("search")
 
@@ -42,7 +42,7 @@ SEARCH = tool_server("search")
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker_module, "FIRST_PROBE_SECONDS", 0.01)
     monkeypatch.setattr(breaker_module, "LONGEST_PROBE_SECONDS", 0.02)
-    monkeypatch.setattr("agentrl.rollout.outages.FIRST_PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("agentrl.columns.outages.FIRST_PROBE_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -306,7 +306,7 @@ async def test_no_dependency_may_ask_for_more_than_an_hour() -> None:
 async def test_a_judge_is_probed_by_what_waits_for_a_score_and_else_by_the_trajectory_that_was_chosen(
     outages: Outages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.rollout.outages._QUEUE_SECONDS", 0.2)
+    monkeypatch.setattr("agentrl.columns.outages._QUEUE_SECONDS", 0.2)
     lose_judge(outages)
     await until(lambda: not outages.needs_down().scorers)
     assert outages.needs_down(of_new=True).scorers == {"agentcpm"}

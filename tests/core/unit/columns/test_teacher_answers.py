@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from agentrl.columns.teacher import HttpTeacher, Scored
 from agentrl.inference.engine import EngineAnswerError
-from agentrl.teaching.teacher import HttpTeacher, Scored
 
 IDS, FIRST = [5, 6, 7, 8], 2
 
