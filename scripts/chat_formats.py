@@ -22,6 +22,7 @@ from typing import Any
 from chat_families import DEEPSEEK_V4, FAMILIES, LLAMA_CPP, NPM, TRL, Family
 from tokenizers import AddedToken, Tokenizer
 
+from agentrl.calls.prompts import Conversation
 from agentrl.chat.chat_format import ChatFormat, Message, without_thought
 from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.model_folder import read_chat_files
@@ -30,7 +31,6 @@ from agentrl.chat.renderer import ChatTemplate, TemplateRenderer
 from agentrl.chat.validate_format import CONVERSATION, ENDS, TOOLS, generated, lost
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import AgentRLError, TrajectoryError
-from agentrl.rollout.prompts import Conversation
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".agentrl/chat_formats"

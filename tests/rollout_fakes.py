@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from agentrl.calls.tool_calls import Tools
+from agentrl.calls.trajectory_calls import PendingCall, TrajectoryCalls
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.renderer import ChatTemplate, TemplateRenderer
@@ -24,8 +26,6 @@ from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EncodedIds, Engine, Generation, Held, Progress
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.rollout import ContextManager, Rollout
-from agentrl.rollout.tool_calls import Tools
-from agentrl.rollout.trajectory_calls import PendingCall, TrajectoryCalls
 from agentrl.tools.tool import OwnSession, Schema, ToolResult, TrajectoryInfo, function_schema
 
 T = TypeVar("T")

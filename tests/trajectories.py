@@ -6,6 +6,7 @@ from typing import Any
 
 from rollout_fakes import FakeSession, FakeTools, ScriptedEngine, format_of, make_rollout
 
+from agentrl.calls.trajectory_calls import PendingCall
 from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig
 from agentrl.data.trajectory_tree import to_training_data
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_ids
@@ -17,7 +18,6 @@ from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS, Agent, run_agent, scorer_context
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.rollout import Rollout
-from agentrl.rollout.trajectory_calls import PendingCall
 from agentrl.scoring.scorers import ScoreResult, score_context
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'

@@ -16,10 +16,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
+from agentrl.calls.prompts import Conversation
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.parsers.parser import get_parser
 from agentrl.config.schema import ModelConfig
-from agentrl.rollout.prompts import Conversation
 from agentrl.scoring.answers import extract_answer
 
 TURNS, NEW_TOKENS = 2, 40

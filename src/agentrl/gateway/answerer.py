@@ -17,6 +17,9 @@ from jsonschema.exceptions import best_match
 from referencing.exceptions import Unresolvable
 
 from agentrl.base.concurrency import within_cpu
+from agentrl.calls.prompts import Budget, Chain, Prompt, chain_of, digest_after, prefix_digests, prompt_of
+from agentrl.calls.trace import end_model_call, gateway_call_span
+from agentrl.calls.trajectory_calls import PendingCall, images_of, message_of, parse
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers.arguments import CHECK_SECONDS, validator_of
 from agentrl.chat.parsers.parser import (
@@ -46,9 +49,6 @@ from agentrl.gateway.request import (
     invalid,
 )
 from agentrl.inference.engine import Engine, EngineRefusedError, Generation, Progress, Router
-from agentrl.rollout.prompts import Budget, Chain, Prompt, chain_of, digest_after, prefix_digests, prompt_of
-from agentrl.rollout.trace import end_model_call, gateway_call_span
-from agentrl.rollout.trajectory_calls import PendingCall, images_of, message_of, parse
 from agentrl.store.mechanics.lease import renewed
 from agentrl.tools.tool import schema_name
 

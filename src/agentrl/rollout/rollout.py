@@ -18,6 +18,17 @@ from urllib.parse import urlsplit, urlunsplit
 from agentrl.base.concurrency import Deadline
 from agentrl.base.user_code import contain, describe
 from agentrl.base.validation import Positive, PositiveWhole, SettingsModel, Text, read_config
+from agentrl.calls.histories import Histories, MakeProgress
+from agentrl.calls.prompts import Conversation, Prompt
+from agentrl.calls.tool_calls import Tools, run_tool_calls
+from agentrl.calls.trajectory_calls import (
+    PendingCall,
+    TrajectoryCalls,
+    Turn,
+    cleaned,
+    message_of,
+    with_text_arguments,
+)
 from agentrl.chat.chat_format import Message, require_text_only, without_thought
 from agentrl.chat.parsers.parser import ParsedMessage, ToolCall
 from agentrl.config.schema import AgentConfig
@@ -49,17 +60,6 @@ from agentrl.rollout.agent_io import (
     checked_messages,
     failure_text,
     read_agent_cfg,
-)
-from agentrl.rollout.histories import Histories, MakeProgress
-from agentrl.rollout.prompts import Conversation, Prompt
-from agentrl.rollout.tool_calls import Tools, run_tool_calls
-from agentrl.rollout.trajectory_calls import (
-    PendingCall,
-    TrajectoryCalls,
-    Turn,
-    cleaned,
-    message_of,
-    with_text_arguments,
 )
 from agentrl.scoring.scorers import ScoredCall, ScoreResult
 from agentrl.tools.tool import Schema, schema_name

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from agentrl.base.permissions import allow, names_outside
 from agentrl.base.processes import stop_on_signals
 from agentrl.base.registry import import_modules
+from agentrl.calls.prompts import context_problem
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.model_folder import model_context_length, tokenizer_fingerprint
 from agentrl.chat.open_format import open_chat_format
@@ -51,7 +52,6 @@ from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer, collect_garb
 from agentrl.rollout.load_tasks import load_read_tasks, read_source
 from agentrl.rollout.outages import Outages
 from agentrl.rollout.preflight import probe, require_groups
-from agentrl.rollout.prompts import context_problem
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.groups import ESTIMATORS

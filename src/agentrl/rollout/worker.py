@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 from agentrl.base.permissions import allow, is_allowed
 from agentrl.base.spans import Span
 from agentrl.base.user_code import contain, contain_call
+from agentrl.calls.trace import end_trajectory, trajectory_span
+from agentrl.calls.trajectory_calls import CallWriter, TrajectoryCalls
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, ToolConfig
 from agentrl.documents.record import Failure
@@ -36,12 +38,9 @@ from agentrl.inference.engine import Engine, Router
 from agentrl.rollout.agent_io import Gateway, Outcome, failure_text
 from agentrl.rollout.agents import AGENTS, Agent, AgentClass, run_agent, scorer_context
 from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.outages import Clock, Outages
+from agentrl.rollout.outages import Clock, HeldTools, Outages
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.scoring import Scoring
-from agentrl.rollout.tool_calls import HeldTools
-from agentrl.rollout.trace import end_trajectory, trajectory_span
-from agentrl.rollout.trajectory_calls import CallWriter, TrajectoryCalls
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.scorers import require_scorer
 from agentrl.tools.pool import ToolPool
@@ -112,7 +111,9 @@ class Worker:
             try:
                 async with clock.limit(self.agent.trajectory_timeout_seconds):
                     rollout, outcome = await self._run_trajectory(claim, clock)
-                end_trajectory(span, outcome, rollout.turns, rollout.tool_calls)
+                end_trajectory(
+                    span, outcome.stop_reason, outcome.final_answer, rollout.turns, rollout.tool_calls
+                )
                 return await self._score(claim, rollout, outcome, span)
             except TimeoutError:
                 limit = self.agent.trajectory_timeout_seconds

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from agentrl.calls.prompts import chain_of, one_system
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_ids
 from agentrl.documents.record import TopLogprobs, checked_logprobs
 from agentrl.documents.task import Task
 from agentrl.inference.engine import EngineRefusedError, known_format, malformed
 from agentrl.inference.http import EngineHttp
-from agentrl.rollout.prompts import chain_of, one_system
 
 
 @dataclass(frozen=True, slots=True, eq=False)

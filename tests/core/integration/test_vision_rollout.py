@@ -14,6 +14,7 @@ from served_engine import Served, serve_locally
 from tiny_vision import IDS, VOCABULARY, drawn, drawn_image, save_vision_model
 from training_data import training_configs
 
+from agentrl.calls.trajectory_calls import PendingCall
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import AgentConfig, GroupConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.data.trajectory_tree import to_training_data
@@ -27,7 +28,6 @@ from agentrl.errors import ImageError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EngineRefusedError
 from agentrl.model.forward import ForwardOptions
-from agentrl.rollout.trajectory_calls import PendingCall
 from agentrl.train.build import build_trainer
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_fakes import END, END_OF_TEXT, byte_tokenizer, format_of
 
+from agentrl.calls.prompts import Conversation
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ModelError, TrajectoryError
-from agentrl.rollout.prompts import Conversation
 from agentrl.tools.tool import function_schema
 
 PLAIN = """\

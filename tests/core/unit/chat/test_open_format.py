@@ -8,12 +8,12 @@ import chat_models as models
 import pytest
 from chat_models import FAMILIES, of_family, opened
 
+from agentrl.calls.prompts import Conversation
 from agentrl.chat.chat_format import ChatFormat, unseen_problem, unseen_tools, without_thought
 from agentrl.chat.open_format import _TOKENS, open_chat_format
 from agentrl.chat.validate_format import CONVERSATION, ENDS, TOOLS, generated
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError, ModelError
-from agentrl.rollout.prompts import Conversation
 
 
 def played(chat_format: ChatFormat) -> tuple[Conversation, list[str], list[bool]]:

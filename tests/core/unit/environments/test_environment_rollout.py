@@ -10,6 +10,7 @@ from made_documents import made_task
 from rollout_fakes import ScriptedEngine, format_of, make_rollout
 from trajectories import score_trajectory
 
+from agentrl.calls.trajectory_calls import PendingCall
 from agentrl.config.schema import AgentConfig, SamplingConfig, ToolConfig
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Claim, Task
@@ -18,7 +19,6 @@ from agentrl.errors import ConfigError, TrajectoryError
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS, run_agent
 from agentrl.rollout.rollout import Rollout
-from agentrl.rollout.trajectory_calls import PendingCall
 from agentrl.scoring.scorers import ScorerContext, run_scorer
 from agentrl.tools.pool import ToolPool
 from agentrl.tools.tool import TrajectoryInfo

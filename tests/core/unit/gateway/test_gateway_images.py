@@ -11,6 +11,7 @@ import pytest
 from rollout_fakes import MemoryImages
 from tiny_vision import drawn, save_vision_model
 
+from agentrl.calls.prompts import Chain, prefix_digests, prompt_of
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import ModelConfig
 from agentrl.documents.images import image_of_bytes, image_refs
@@ -19,7 +20,6 @@ from agentrl.gateway.dialects.anthropic_messages import Messages
 from agentrl.gateway.dialects.openai_chat import ChatCompletions
 from agentrl.gateway.dialects.openai_responses import Responses
 from agentrl.gateway.request import GatewayError
-from agentrl.rollout.prompts import Chain, prefix_digests, prompt_of
 
 DATA = base64.b64encode(drawn()).decode()
 URL = f"data:image/png;base64,{DATA}"

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
+from agentrl.calls.prompts import Chain
 from agentrl.gateway import answerer
 from agentrl.gateway.answerer import Chains
-from agentrl.rollout.prompts import Chain
 
 pytestmark = pytest.mark.attack
 

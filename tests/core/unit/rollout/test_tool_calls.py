@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+from agentrl.calls.tool_calls import Tools, run_tool_calls
+from agentrl.calls.trajectory_calls import PendingCall, Turn
 from agentrl.chat.parsers.parser import ToolCall
 from agentrl.errors import ToolServerError
-from agentrl.rollout.tool_calls import Tools, run_tool_calls
-from agentrl.rollout.trajectory_calls import PendingCall, Turn
 from agentrl.tools.tool import Schema, ToolResult, function_schema
 
 OLD = [function_schema(name, f"The tool {name}.", None) for name in ("first", "second", "lost")]

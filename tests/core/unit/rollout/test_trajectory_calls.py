@@ -11,11 +11,11 @@ import pytest
 from trajectories import Trajectory
 from waiting import cancel
 
+from agentrl.calls import trajectory_calls
+from agentrl.calls.trajectory_calls import CallWriter, PendingCall
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.task import Claim, Task
 from agentrl.errors import LeaseLostError
-from agentrl.rollout import trajectory_calls
-from agentrl.rollout.trajectory_calls import CallWriter, PendingCall
 
 CLAIM = Claim(
     task=Task(id="train/0/t", task_id="t", split="train", epoch=0, order=0, query="q"),

@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.calls.prompts import Chain, Prompt, prefix_digests, prompt_of
+from agentrl.calls.tool_calls import Tools, execute
+from agentrl.calls.trajectory_calls import PendingCall, TrajectoryCalls, Turn
 from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers.arguments import validate_call
 from agentrl.chat.parsers.parser import ToolCall
 from agentrl.documents.images import ImageSpan
 from agentrl.errors import ContextFullError, TrajectoryError
 from agentrl.inference.engine import Progress
-from agentrl.rollout.prompts import Chain, Prompt, prefix_digests, prompt_of
-from agentrl.rollout.tool_calls import Tools, execute
-from agentrl.rollout.trajectory_calls import PendingCall, TrajectoryCalls, Turn
 from agentrl.tools.tool import Schema
 
 MakeProgress = Callable[[list[int]], Progress]

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from agentrl.base.concurrency import end_tasks
 from agentrl.base.user_code import contain_call
+from agentrl.calls.prompts import Budget, Prompt
+from agentrl.calls.trace import end_model_call, model_call_span
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers.parser import ParsedMessage, ToolCall
 from agentrl.config.schema import AgentConfig
@@ -31,8 +33,6 @@ from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Claim
 from agentrl.errors import TrajectoryError
 from agentrl.inference.engine import Engine, Generation, Progress
-from agentrl.rollout.prompts import Budget, Prompt
-from agentrl.rollout.trace import end_model_call, model_call_span
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoredCall
 from agentrl.tools.tool import Schema

@@ -8,16 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.base.user_code import contain_errors
+from agentrl.calls.trace import end_tool, tool_span
+from agentrl.calls.trajectory_calls import PendingCall, Turn
 from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers.arguments import validate_call
 from agentrl.chat.parsers.parser import ToolCall
 from agentrl.documents.document import replace_surrogates
 from agentrl.documents.images import Part
 from agentrl.documents.model_call import ToolExecution, storable_arguments
-from agentrl.errors import ToolServerError, tool_server
-from agentrl.rollout.outages import Clock, Outages
-from agentrl.rollout.trace import end_tool, tool_span
-from agentrl.rollout.trajectory_calls import PendingCall, Turn
+from agentrl.errors import ToolServerError
 from agentrl.tools.tool import Schema, ToolResult, schema_name
 
 if TYPE_CHECKING:
@@ -115,25 +114,3 @@ def _tool_message(text: str | list[Part], name: str | None, call_id: str | None)
     if call_id is not None:
         message["tool_call_id"] = call_id
     return message
-
-
-class HeldTools:
-    """The tools of one trajectory; a call waits while its server is down."""
-
-    def __init__(self, tools: Tools, outages: Outages, clock: Clock) -> None:
-        self._tools = tools
-        self._outages = outages
-        self._clock = clock
-
-    async def list(self) -> Sequence[Schema]:
-        return await self._outages.hold(self._tools.list, self._clock)
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Run one tool. A successful result shows that its server is up."""
-        result = await self._outages.hold(lambda: self._tools.call(name, arguments), self._clock)
-        if not result.error:
-            self._outages.breaker(tool_server(result.server)).succeeded()
-        return result
-
-    async def rewards(self) -> dict[str, dict[str, Any]]:
-        return await self._outages.hold(self._tools.rewards, self._clock)
