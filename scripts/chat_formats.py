@@ -168,7 +168,7 @@ def compare(chat_format: ChatFormat, folder: Path) -> tuple[int, int, list[int]]
     conversation = Conversation(chat_format, messages[: ENDS[0]], TOOLS)
     equal, undefined, branches = 0, 0, []
     for turn, end in enumerate(ENDS, 1):
-        prompt = conversation.prompt_ids()
+        prompt = conversation.prompt.ids
         if conversation.starts_branch and turn > 1:
             branches.append(turn)
         as_is = replace(chat_format.adaptation, one_call_each=False, content_apart=False)

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from agentrl.calls.tool_calls import Tools
-from agentrl.calls.trajectory_calls import PendingCall, TrajectoryCalls
+from agentrl.calls.trajectory_calls import TrajectoryCalls
+from agentrl.calls.turns import Tools, Turn
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.renderer import ChatTemplate, TemplateRenderer
@@ -132,7 +132,7 @@ def make_rollout(
     *,
     chat_format: ChatFormat,
     engine: Engine,
-    write: Callable[[PendingCall], Awaitable[None]],
+    write: Callable[[Turn], Awaitable[None]],
     tools: Tools | None = None,
     schemas: Sequence[Schema] = (),
     params: SamplingParams | None = None,

@@ -6,7 +6,7 @@ from typing import Any
 
 from rollout_fakes import FakeSession, FakeTools, ScriptedEngine, format_of, make_rollout
 
-from agentrl.calls.trajectory_calls import PendingCall
+from agentrl.calls.turns import Turn
 from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig
 from agentrl.data.trajectory_tree import to_training_data
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_ids
@@ -36,7 +36,7 @@ class Trajectory:
         )
         self.engine = ScriptedEngine(format_of(), *script)
         self.tools = FakeTools()
-        self.pending: list[PendingCall] = []
+        self.pending: list[Turn] = []
         self.calls: list[DispatchedSamplingTask] = []
         self.config = AgentConfig(**flags)
         self.manager = CONTEXT_MANAGERS.get(self.config.new_context)
@@ -45,7 +45,7 @@ class Trajectory:
     async def run(self, agent: str | Agent = "react", attempt: int = 1) -> Outcome:
         """Run an agent, or the registered one of a name."""
 
-        async def write(call: PendingCall) -> None:
+        async def write(call: Turn) -> None:
             self.pending.append(call)
             self.calls.append(call.document())
 

@@ -116,7 +116,7 @@ class Policy:
 
     def prompt(self, question: Question) -> list[int]:
         """Return the token ids of a question."""
-        return Conversation(self.chat_format, [{"role": "user", "content": question.text}]).prompt_ids()
+        return Conversation(self.chat_format, [{"role": "user", "content": question.text}]).prompt.ids
 
     def warm_up(self, folder: Path, steps: int) -> None:
         """Fit each right answer with probability ``RIGHT``, wrong digits with the rest, and save."""

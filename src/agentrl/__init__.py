@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     __version__: str
     """The version of the installation: that of the git tag it was built from."""
 
-    from agentrl.calls.trajectory_calls import Turn
+    from agentrl.calls.turns import Turn
     from agentrl.chat.chat_format import Message
     from agentrl.chat.parsers.arguments import convert_arguments
     from agentrl.chat.parsers.parser import ParsedMessage, ToolCall, tool_call_parser
@@ -70,7 +70,7 @@ _MODULES = {
     "TokenBatch": "losses.loss",
     "TokenLosses": "losses.loss",
     "ToolCall": "chat.parsers.parser",
-    "Turn": "calls.trajectory_calls",
+    "Turn": "calls.turns",
     "advantage": "scoring.groups",
     "agent": "rollout.agents",
     "context_manager": "rollout.context",

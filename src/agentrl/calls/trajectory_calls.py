@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from agentrl.base.concurrency import end_tasks
-from agentrl.base.user_code import contain_call
-from agentrl.calls.prompts import Budget, Prompt
+from agentrl.calls.prompts import Budget, Prompt, answered_prefixes, prefix_digests, prompt_of
 from agentrl.calls.trace import end_model_call, model_call_span
+from agentrl.calls.turns import Tools, Turn, call_id_of, execute, images_of, message_of, parse
 from agentrl.chat.chat_format import ChatFormat, Message
-from agentrl.chat.parsers.parser import ParsedMessage, ToolCall
+from agentrl.chat.parsers.arguments import validate_call
+from agentrl.chat.parsers.parser import ToolCall
 from agentrl.config.schema import AgentConfig
-from agentrl.documents.document import replace_surrogates, sanitize_bson
-from agentrl.documents.images import Image, ImageSpan
-from agentrl.documents.model_call import (
-    DispatchedSamplingTask,
-    FixedModelCall,
-    ToolExecution,
-    pack_floats,
-    pack_ids,
-    storable_message,
-    strip_tool_results,
-)
+from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Claim
-from agentrl.errors import TrajectoryError
-from agentrl.inference.engine import Engine, Generation, Progress
+from agentrl.errors import ContextFullError, TrajectoryError
+from agentrl.inference.engine import Engine, Progress
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoredCall
 from agentrl.tools.tool import Schema
@@ -52,198 +40,6 @@ class Hold(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One parsed model call. ``times_seen`` counts its text in the trajectory, this call included.
-
-    A turn that was cut (``finish_reason`` ``length``) has neither an answer nor tool calls. One with a
-    malformed call (``error``) has no answer: ``content`` holds the call, whose arguments do not count.
-    """
-
-    text: str
-    content: str
-    reasoning: str
-    tool_calls: tuple[ToolCall, ...]
-    error: str | None
-    answer: str | None
-    finish_reason: str
-    times_seen: int
-    prompt_tokens: int
-    output_tokens: int
-
-    @property
-    def is_cut(self) -> bool:
-        """Return whether the length limit of the model call ended the turn."""
-        return self.finish_reason == "length"
-
-
-@dataclass(slots=True, kw_only=True)
-class PendingCall:
-    """A model call that is not stored yet: its tools may still run."""
-
-    record: str
-    index: int | None = None
-    """Its index among the stored calls; None until it is stored."""
-    prompt: Prompt
-    role: str | None
-    tools: Sequence[Schema]
-    params: SamplingParams
-    generation: Generation
-    response: Message
-    error: str | None = None
-    repeated: bool = False
-    read: Sequence[ToolExecution] = ()
-    """The tool runs of its parent, whose results its prompt has."""
-    executions: list[ToolExecution] = field(default_factory=list)
-    tool_seconds: float = 0.0
-    settled: bool = False
-    """Whether no tool call is left to run."""
-    fixed: FixedModelCall | None = None
-
-    @property
-    def id(self) -> str:
-        """Return the id of its document."""
-        return f"{self.record}/{self.index or 0}"
-
-    @property
-    def status(self) -> CallStatus:
-        """Return the status by the first error: of its format, of a repetition, of a tool."""
-        if self.error is not None:
-            return CallStatus.FORMAT_ERROR
-        if self.repeated:
-            return CallStatus.REPEAT_ERROR
-        if any(execution.error for execution in self.executions):
-            return CallStatus.TOOL_FAILED
-        return CallStatus.COMPLETED
-
-    def refuse(self, problem: str) -> str:
-        """Keep the first problem of the format; return the text that the model reads."""
-        self.error = self.error or problem
-        return f"Error: {problem}"
-
-    def document(self) -> DispatchedSamplingTask:
-        """Return the document of this call."""
-        generation, prompt = self.generation, self.prompt
-        return DispatchedSamplingTask(
-            id=self.id,
-            record=self.record,
-            index=self.index or 0,
-            role=self.role,
-            parent=prompt.parent,
-            follows=prompt.follows,
-            drops_thoughts=prompt.drops_thoughts,
-            opens_branch=prompt.opens_branch,
-            fixed=self.fixed,
-            status=self.status,
-            messages=tuple(map(storable_message, strip_tool_results(prompt.new_messages, self.read))),
-            response=storable_message(self.response),
-            tool_executions=tuple(self.executions),
-            # Store the schemas at a branch's beginning only: calls that continue it are offered the same.
-            tools=None if prompt.parent else tuple(map(sanitize_bson, self.tools)),
-            error=self.error,
-            finish_reason=generation.finish_reason,
-            versions=generation.versions,
-            prompt_tokens=generation.prompt_tokens,
-            generated_tokens=len(generation.output_ids),
-            cached_tokens=generation.cached_tokens,
-            engine=generation.engine_url,
-            sampling_params=sanitize_bson(self.fixed.params if self.fixed else self.params.to_request()),
-            generate_seconds=generation.seconds,
-            tool_seconds=self.tool_seconds,
-            context_ids=pack_ids(prompt.context_ids),
-            output_ids=pack_ids(generation.output_ids),
-            logprobs=pack_floats(generation.logprobs),
-            logprobs_of=generation.logprobs_of,
-            sampling_mask=generation.sampling_mask,
-            routing=generation.routing,
-            images=prompt.context_images,
-        )
-
-
-def parse(
-    chat_format: ChatFormat, prompt: Prompt, generation: Generation, tools: Sequence[Schema]
-) -> ParsedMessage:
-    """Return the message of a generation, storable; a cut one has no tool calls. Raises TrajectoryError."""
-    parsed = contain_call(
-        lambda: cleaned(chat_format.parse(generation.output_ids, tools, prompt.ids)),
-        "the tool-call parser",
-        TrajectoryError,
-    )
-    return replace(parsed, tool_calls=(), error=None) if generation.finish_reason == "length" else parsed
-
-
-def message_of(parsed: ParsedMessage, call_id: str) -> Message:
-    """Return the assistant's message; ``call_id`` begins the ids of its tool calls."""
-    message: Message = {"role": "assistant", "content": parsed.content}
-    if parsed.reasoning:
-        message["reasoning_content"] = parsed.reasoning
-    if parsed.tool_calls:
-        message["tool_calls"] = [
-            {
-                # Keep ids at nine letters and digits: Mistral's templates refuse any other length.
-                "id": f"{call_id}{index % 100:02d}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for index, call in enumerate(parsed.tool_calls)
-        ]
-    return message
-
-
-def with_text_arguments(message: Message) -> Message:
-    """Return the message as the OpenAI API has it: the arguments of tool calls are JSON text."""
-    plain = {key: value for key, value in message.items() if key != "tool_calls"}
-    calls = [
-        {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
-        for call in message.get("tool_calls") or ()
-        for function in (call["function"],)
-    ]
-    return {**plain, "tool_calls": calls} if calls else plain
-
-
-async def images_of(store: Images, spans: Sequence[ImageSpan]) -> list[Image]:
-    """Return the images of a prompt, in order."""
-    if not spans:
-        return []
-    by_hash = await store.get({span.sha256 for span in spans})
-    return [by_hash[span.sha256] for span in spans]
-
-
-def cleaned(parsed: ParsedMessage) -> ParsedMessage:
-    """Return the message with texts that can be stored."""
-    calls = tuple(
-        ToolCall(replace_surrogates(call.name), replace_surrogates(call.arguments))
-        for call in parsed.tool_calls
-    )
-    return replace(
-        parsed,
-        content=replace_surrogates(parsed.content),
-        tool_calls=calls,
-        error=replace_surrogates(parsed.error),
-    )
-
-
-_INTERVAL_SECONDS = 0.05
-"""Interval of the times at which all trajectories of the process write: their calls share a transaction.
-
-A call waits for one to two intervals."""
-
-_BUSY_SECONDS = 0.01
-"""Delay of a timer from which on the process is busy: what the next model calls wait for comes first."""
-
-_LONGEST_SECONDS = 1.0
-"""Time after which calls are written also if the process is busy."""
-
-_MANY_QUEUED = 12
-"""Queued calls from which on they are written also if the process is busy."""
-
-_MAX_QUEUED = 16
-"""Calls that wait to be written; another one waits until they are fewer."""
-
-_LAST_SECONDS = 1.0
-"""Time to write what is queued after the trajectory was cancelled."""
-
-
 class TrajectoryCalls:
     """Makes the policy's calls of one trajectory, for all its roles.
 
@@ -260,7 +56,7 @@ class TrajectoryCalls:
         engine: Engine,
         params: SamplingParams,
         seed: int,
-        write: Callable[[PendingCall], Awaitable[None]],
+        write: Callable[[Turn], Awaitable[None]],
         images: Images,
         hold: Hold,
     ) -> None:
@@ -286,7 +82,7 @@ class TrajectoryCalls:
         self._engine = engine
         self._params = params
         self._write = write
-        self._unstored: list[PendingCall] = []
+        self._unstored: list[Turn] = []
         self._turn = asyncio.Lock()
         self._storing = asyncio.Lock()
 
@@ -310,7 +106,7 @@ class TrajectoryCalls:
         executions: Sequence[ToolExecution] = (),
         seed: tuple[object, ...] = (),
         progress: Progress | None = None,
-    ) -> tuple[PendingCall, ParsedMessage]:
+    ) -> Turn:
         """Sample the call behind ``prompt``; ``changes`` are sampling parameters for this call only.
 
         ``executions`` are the tool runs of its parent, ``seed`` names the call among those of its role.
@@ -329,39 +125,25 @@ class TrajectoryCalls:
                     )
                 )
                 parsed = parse(self.chat_format, prompt, generation, tools)
-                response = message_of(parsed, f"call{self.turns % 1000:03d}")
+                response = message_of(parsed, call_id_of(self.turns))
                 end_model_call(span, generation, prompt.new_messages, response)
                 span.set({"agentrl.role": role, "agentrl.turn": self.turns + 1})
-            pending = PendingCall(
+            turn = Turn(
                 record=self.record, prompt=prompt, role=role, tools=tools, params=params,
-                generation=generation, response=response, read=executions,
-                settled=not parsed.tool_calls and parsed.error is None,
+                generation=generation, parsed=parsed, response=response, read=executions,
+                text=self.chat_format.decode(generation.output_ids),
             )  # fmt: skip
-            self.add(pending)
-            return pending, parsed
+            self.add(turn)
+            return turn
 
-    def add(self, pending: PendingCall) -> None:
-        """Count a call that was made; ``store`` stores it."""
+    def add(self, turn: Turn) -> None:
+        """Count a call that was made, and find its answer; ``store`` stores it."""
+        if turn.error is None:
+            if not turn.is_cut:
+                turn.answer = extract_answer(turn.content, self._task.answer_schema)
+            turn.settled = not turn.tool_calls
         self.turns += 1
-        self._unstored.append(pending)
-
-    def turn(self, pending: PendingCall, parsed: ParsedMessage, text: str, times_seen: int = 1) -> Turn:
-        """Return the turn that the agent sees of a call."""
-        pending.repeated = times_seen > 1
-        reason = pending.generation.finish_reason
-        is_whole = reason != "length" and parsed.error is None
-        return Turn(
-            text=text,
-            content=parsed.content,
-            reasoning=parsed.reasoning,
-            tool_calls=parsed.tool_calls,
-            error=parsed.error,
-            answer=extract_answer(parsed.content, self._task.answer_schema) if is_whole else None,
-            finish_reason=reason,
-            times_seen=times_seen,
-            prompt_tokens=pending.generation.prompt_tokens,
-            output_tokens=len(pending.generation.output_ids),
-        )
+        self._unstored.append(turn)
 
     def adopt(self, calls: Sequence[DispatchedSamplingTask]) -> None:
         """Take over the calls that a gateway made and stored."""
@@ -370,28 +152,147 @@ class TrajectoryCalls:
             ScoredCall.of(call.response, call.tool_executions, call.status, call.role) for call in calls
         ]
 
-    async def store(self, pending: PendingCall) -> None:
+    async def store(self, turn: Turn) -> None:
         """Store a call, unless it is stored. It cannot change any more."""
         async with self._storing:
-            if pending.index is not None:
+            if turn.index is not None:
                 return
-            # Compare by identity: list.remove would compare two calls field by field, with all their ids.
-            self._unstored = [other for other in self._unstored if other is not pending]
-            pending.index = len(self.scored_calls)
-            self.scored_calls.append(
-                ScoredCall.of(pending.response, pending.executions, pending.status, pending.role)
-            )
-            await self._write(pending)
+            self._unstored.remove(turn)
+            turn.index = len(self.scored_calls)
+            self.scored_calls.append(ScoredCall.of(turn.response, turn.executions, turn.status, turn.role))
+            await self._write(turn)
 
     async def store_settled(self) -> None:
         """Store the calls that have no tool call left to run."""
-        for pending in [pending for pending in self._unstored if pending.settled]:
-            await self.store(pending)
+        for turn in [turn for turn in self._unstored if turn.settled]:
+            await self.store(turn)
 
     async def store_all(self) -> None:
         """Store every call, in the order in which they were made."""
-        for pending in list(self._unstored):
-            await self.store(pending)
+        for turn in list(self._unstored):
+            await self.store(turn)
+
+
+MakeProgress = Callable[[list[int]], Progress]
+"""Takes the ids of a prompt; returns what receives the tokens of its answer."""
+
+
+class Histories:
+    """The calls of one role whose agent sends the whole conversation each time, as frameworks do.
+
+    It may edit it. Messages that extend an earlier call's continue its sampled ids. Any others are a branch
+    of the trajectory's token tree, with a prompt of its own.
+    """
+
+    def __init__(self, calls: TrajectoryCalls, role: str | None) -> None:
+        self._calls = calls
+        self._role = role
+        self._known: dict[str, tuple[Turn, int]] = {}
+        """Digest of a conversation → the call that ends it, and how many calls its branch has."""
+        self._by_tool_call: dict[str, Turn] = {}
+        self._count = 0
+
+    @property
+    def main_messages(self) -> list[Message]:
+        """Return the conversation of the branch with the most calls; of such with tools, then the longest."""
+
+        def rank(known: tuple[Turn, int]) -> tuple[int, bool, int]:
+            turn, depth = known
+            uses_tools = any("tool_calls" in message for message in turn.chain.messages)
+            return depth, uses_tools, len(turn.prompt.ids)
+
+        return max(self._known.values(), key=rank)[0].chain.messages if self._known else []
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema],
+        changes: dict[str, Any],
+        progress: MakeProgress | None = None,
+    ) -> Turn:
+        """Make the model call that answers ``messages``; ``changes`` are sampling parameters of this call.
+
+        Raises TrajectoryError for messages that end with an answer, and ContextFullError for a prompt that
+        does not fit.
+        """
+        if not messages or messages[-1]["role"] == "assistant":
+            raise TrajectoryError(
+                "the last message is the assistant's" if messages else "there are no messages",
+                hint="end with a user or tool message",
+            )
+        known, (before, depth) = 0, (None, 0)
+        for length, digest in answered_prefixes(messages, prefix_digests(messages, tools)):
+            if digest in self._known:
+                known, (before, depth) = length, self._known[digest]
+                break
+        await self._calls.store_settled()
+        # Store the parent even if its tools still run: until then it has no id that the child could name.
+        if before is not None:
+            await self._calls.store(before)
+        chain = None if before is None else before.chain
+        prompt = prompt_of(self._calls.chat_format, chain, known, messages, tools)
+        budget = self._calls.budget
+        if len(prompt.ids) > budget.prompt_limit:
+            raise ContextFullError(budget.name_limit(len(prompt.ids)), hint="shorten the graph's history")
+        self._count += 1
+        turn = await self._calls.sample(
+            prompt, changes, role=self._role, tools=tools,
+            executions=before.executions if before is not None and prompt.parent else (),
+            seed=() if self._role is None else (self._role, self._count),
+            progress=None if progress is None else progress(prompt.ids),
+        )  # fmt: skip
+        if turn.error is not None:
+            turn.refuse(turn.error)
+            turn.settled = not turn.tool_calls
+        if not (turn.content or turn.tool_calls or turn.reasoning):
+            turn.response["content"] = turn.text.strip()  # a malformed call stays readable
+        self._known[prefix_digests(turn.chain.messages, tools)[-1]] = turn, depth + 1
+        for call in turn.response.get("tool_calls") or ():
+            self._by_tool_call[call["id"]] = turn
+        return turn
+
+    async def call_tool(
+        self, call_id: str, name: str, arguments: Mapping[str, Any], tools: Tools, schemas: Sequence[Schema]
+    ) -> tuple[str, bool]:
+        """Run a tool that an answer called; return the text that the model reads, and whether it failed.
+
+        It is recorded with the answer whose tool call has this id.
+        """
+        turn = self._by_tool_call.get(call_id)
+        if turn is not None and turn.index is not None:
+            turn = None  # A framework may run a tool after its conversation went on: its call is stored.
+        call = ToolCall(name, dict(arguments))
+        problem = validate_call(call, schemas)
+        if problem is not None:
+            if turn is not None:
+                turn.refuse(problem)
+            return f"Error: {problem}", True
+        execution = await execute(call, tools)
+        if turn is not None:
+            turn.executions.append(execution)
+            turn.tool_seconds += execution.seconds
+        return execution.text, execution.error
+
+
+_INTERVAL_SECONDS = 0.05
+"""Interval of the times at which all trajectories of the process write: their calls share a transaction.
+
+A call waits for one to two intervals."""
+
+_BUSY_SECONDS = 0.01
+"""Delay of a timer from which on the process is busy: what the next model calls wait for comes first."""
+
+_LONGEST_SECONDS = 1.0
+"""Time after which calls are written also if the process is busy."""
+
+_MANY_QUEUED = 12
+"""Queued calls from which on they are written also if the process is busy."""
+
+_MAX_QUEUED = 16
+"""Calls that wait to be written; another one waits until they are fewer."""
+
+_LAST_SECONDS = 1.0
+"""Time to write what is queued after the trajectory was cancelled."""
 
 
 class CallWriter:
@@ -406,7 +307,7 @@ class CallWriter:
     def __init__(self, store: Store, claim: Claim) -> None:
         self._store = store
         self._claim = claim
-        self._queue: deque[PendingCall] = deque()
+        self._queue: deque[Turn] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._writer: asyncio.Task[None] | None = None
         self._written = asyncio.Event()
@@ -422,7 +323,7 @@ class CallWriter:
         await asyncio.wait([writer], timeout=_LAST_SECONDS)
         await end_tasks(writer)
 
-    async def write(self, call: PendingCall) -> None:
+    async def write(self, call: Turn) -> None:
         """Queue one model call. Waits while too many are queued; raises the error of an earlier write."""
         self._check()
         self._queue.append(call)

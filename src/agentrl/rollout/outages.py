@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.base.concurrency import Deadline, end_tasks, task_group
-from agentrl.calls.tool_calls import Tools
+from agentrl.calls.turns import Tools
 from agentrl.errors import (
     DATABASE,
     ENGINES,

@@ -15,7 +15,7 @@ from served_engine import Served, serve_locally
 from tiny_policy import write_tiny_policy
 from transformers import Qwen3ForCausalLM
 
-from agentrl.calls.trajectory_calls import PendingCall
+from agentrl.calls.turns import Turn
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import AgentConfig, GroupConfig, ModelConfig
 from agentrl.data.finalize_group import GroupRules
@@ -74,7 +74,7 @@ async def sample(
     """One trajectory whose agent makes a call for each of ``turns``, with its parameters."""
     calls: list[DispatchedSamplingTask] = []
 
-    async def write(call: PendingCall) -> None:
+    async def write(call: Turn) -> None:
         calls.append(call.document())
 
     async with opened(served) as engine:

@@ -14,7 +14,7 @@ from served_engine import Served, serve_locally
 from tiny_vision import IDS, VOCABULARY, drawn, drawn_image, save_vision_model
 from training_data import training_configs
 
-from agentrl.calls.trajectory_calls import PendingCall
+from agentrl.calls.turns import Turn
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import AgentConfig, GroupConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.data.trajectory_tree import to_training_data
@@ -50,7 +50,7 @@ async def trajectory(
     await store.put(first, second)
     calls: list[DispatchedSamplingTask] = []
 
-    async def write(call: PendingCall) -> None:
+    async def write(call: Turn) -> None:
         calls.append(call.document())
 
     task = Task(

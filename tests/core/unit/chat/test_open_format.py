@@ -22,7 +22,7 @@ def played(chat_format: ChatFormat) -> tuple[Conversation, list[str], list[bool]
     prompts, branches = [], []
     for place in range(ENDS[0], len(CONVERSATION) + 1):
         if place in ENDS:
-            prompts.append(chat_format.decode(conversation.prompt_ids()))
+            prompts.append(chat_format.decode(conversation.prompt.ids))
             branches.append(conversation.starts_branch)
         if place in ENDS[:-1]:
             _, output = generated(chat_format, CONVERSATION[: place + 1], TOOLS)
@@ -46,7 +46,7 @@ def test_a_result_without_a_call_reaches_gemma(tmp_path: Path) -> None:
     conversation = Conversation(chat_format, CONVERSATION[:2], TOOLS)
     conversation.append_generation([*chat_format.stop_ids][-1:], {"role": "assistant", "content": "call:"})
     conversation.append_messages([{"role": "tool", "content": "Error: cobalt"}])
-    assert chat_format.decode(conversation.prompt_ids()).count("Error: cobalt") == 1
+    assert chat_format.decode(conversation.prompt.ids).count("Error: cobalt") == 1
 
 
 def test_a_template_that_finds_results_behind_calls_is_refused_for_tools(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from made_documents import made_task
 from rollout_fakes import ScriptedEngine, format_of, make_rollout
 from trajectories import score_trajectory
 
-from agentrl.calls.trajectory_calls import PendingCall
+from agentrl.calls.turns import Turn
 from agentrl.config.schema import AgentConfig, SamplingConfig, ToolConfig
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Claim, Task
@@ -35,7 +35,7 @@ async def play(asked: Task, agent: str, *script: str) -> tuple[Rollout, Outcome]
     claim = Claim(task=asked, traj_id=0, attempt=1, owner="o")
     environment = open_environment(asked, call_timeout=10)
 
-    async def write(call: PendingCall) -> None:
+    async def write(call: Turn) -> None:
         """Store nothing."""
 
     pool = ToolPool(ToolConfig())

@@ -9,7 +9,7 @@ from typing import Any, cast
 from rollout_fakes import MemoryImages
 from tiny_vision import drawn
 
-from agentrl.calls.tool_calls import execute
+from agentrl.calls.turns import execute
 from agentrl.chat.parsers.parser import ToolCall
 from agentrl.documents.images import image_of_bytes, image_refs
 from agentrl.documents.model_call import full_messages, strip_tool_results
