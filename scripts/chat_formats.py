@@ -24,10 +24,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from agentrl.calls.prompts import Conversation
 from agentrl.chat.chat_format import ChatFormat, Message, without_thought
-from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.renderer import ChatTemplate, TemplateRenderer
+from agentrl.chat.renderer import ChatTemplate, ControlTokens, TemplateRenderer
 from agentrl.chat.validate_format import CONVERSATION, ENDS, TOOLS, generated, lost
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import AgentRLError, TrajectoryError

@@ -20,8 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from agentrl.calls.prompts import chain_of
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.renderer import ChatTemplate, TemplateRenderer
+from agentrl.chat.renderer import ChatTemplate, ControlTokens, TemplateRenderer
 from agentrl.config.sampling import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
 from agentrl.data.trajectory_tree import to_training_data

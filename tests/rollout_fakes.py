@@ -13,8 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from agentrl.calls.trajectory_calls import TrajectoryCalls
 from agentrl.calls.turns import Tools, Turn
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.renderer import ChatTemplate, TemplateRenderer
+from agentrl.chat.renderer import ChatTemplate, ControlTokens, TemplateRenderer
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import PartialGeneration, VersionSpan

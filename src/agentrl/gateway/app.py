@@ -23,7 +23,7 @@ from starlette.routing import Route
 from agentrl.base.bounded_http import bind, for_own_hosts, server_config
 from agentrl.base.concurrency import end_tasks, wait_for_any
 from agentrl.calls.prompts import chain_of
-from agentrl.chat.text_stream import TextStream
+from agentrl.chat.chat_format import TextStream
 from agentrl.config.flags import names_in
 from agentrl.config.sampling import GatewayConfig, is_pattern
 from agentrl.data.trajectory_tree import describe_share

@@ -20,8 +20,7 @@ from agentrl.base.concurrency import GRAPH_THREADS, end_tasks, own_code
 from agentrl.base.user_code import describe
 from agentrl.calls.trajectory_calls import MakeProgress
 from agentrl.calls.turns import Turn, with_text_arguments
-from agentrl.chat.chat_format import Message
-from agentrl.chat.text_stream import Delta, TextStream
+from agentrl.chat.chat_format import Delta, Message, TextStream
 from agentrl.documents.status import StopReason
 from agentrl.errors import ConfigError, TrajectoryError
 from agentrl.inference.engine import Progress

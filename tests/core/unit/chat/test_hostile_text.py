@@ -11,7 +11,7 @@ import pytest
 from tokenizers import normalizers, pre_tokenizers
 
 from agentrl.chat.chat_format import ChatFormat, Message
-from agentrl.chat.control_tokens import ControlTokens
+from agentrl.chat.renderer import ControlTokens
 from agentrl.tools.tool import function_schema
 
 PLACES = ["system", "question", "result", "argument", "argument name", "description", "choice", "parameter"]

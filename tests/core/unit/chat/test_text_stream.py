@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rollout_fakes import END, format_of
 
-from agentrl.chat.text_stream import TextStream
+from agentrl.chat.chat_format import TextStream
 
 FORMAT = format_of()
 MARKS = ("<tool_call>",)
