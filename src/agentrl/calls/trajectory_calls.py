@@ -6,10 +6,11 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from agentrl.base.concurrency import end_tasks
-from agentrl.calls.prompts import Budget, Prompt, answered_prefixes, prefix_digests, prompt_of
+from agentrl.calls.prompts import Budget, Chain, Prompt, answered_prefixes, prefix_digests, prompt_of
 from agentrl.calls.trace import end_model_call, model_call_span
 from agentrl.calls.turns import Tools, Turn, call_id_of, execute, images_of, message_of, parse
 from agentrl.chat.chat_format import ChatFormat, Message
@@ -187,8 +188,8 @@ class Histories:
     def __init__(self, calls: TrajectoryCalls, role: str | None) -> None:
         self._calls = calls
         self._role = role
-        self._known: dict[str, tuple[Turn, int]] = {}
-        """Digest of a conversation → the call that ends it, and how many calls its branch has."""
+        self._known: dict[str, tuple[Turn, Chain, int]] = {}
+        """Digest of a conversation → the call that ends it, its ids, and how many calls its branch has."""
         self._by_tool_call: dict[str, Turn] = {}
         self._count = 0
 
@@ -196,12 +197,12 @@ class Histories:
     def main_messages(self) -> list[Message]:
         """Return the conversation of the branch with the most calls; of such with tools, then the longest."""
 
-        def rank(known: tuple[Turn, int]) -> tuple[int, bool, int]:
-            turn, depth = known
-            uses_tools = any("tool_calls" in message for message in turn.chain.messages)
-            return depth, uses_tools, len(turn.prompt.ids)
+        def rank(known: tuple[Turn, Chain, int]) -> tuple[int, bool, int]:
+            _, chain, depth = known
+            uses_tools = any("tool_calls" in message for message in chain.messages)
+            return depth, uses_tools, len(chain.prompt_ids)
 
-        return max(self._known.values(), key=rank)[0].chain.messages if self._known else []
+        return max(self._known.values(), key=rank)[1].messages if self._known else []
 
     async def complete(
         self,
@@ -220,16 +221,16 @@ class Histories:
                 "the last message is the assistant's" if messages else "there are no messages",
                 hint="end with a user or tool message",
             )
-        known, (before, depth) = 0, (None, 0)
+        known, before, chain, depth = 0, None, None, 0
         for length, digest in answered_prefixes(messages, prefix_digests(messages, tools)):
             if digest in self._known:
-                known, (before, depth) = length, self._known[digest]
+                known, (before, chain, depth) = length, self._known[digest]
                 break
         await self._calls.store_settled()
         # Store the parent even if its tools still run: until then it has no id that the child could name.
-        if before is not None:
+        if before is not None and chain is not None:
             await self._calls.store(before)
-        chain = None if before is None else before.chain
+            chain = replace(chain, call=before.id)
         prompt = prompt_of(self._calls.chat_format, chain, known, messages, tools)
         budget = self._calls.budget
         if len(prompt.ids) > budget.prompt_limit:
@@ -246,7 +247,8 @@ class Histories:
             turn.settled = not turn.tool_calls
         if not (turn.content or turn.tool_calls or turn.reasoning):
             turn.response["content"] = turn.text.strip()  # a malformed call stays readable
-        self._known[prefix_digests(turn.chain.messages, tools)[-1]] = turn, depth + 1
+        chain = turn.chain
+        self._known[prefix_digests(chain.messages, tools)[-1]] = turn, chain, depth + 1
         for call in turn.response.get("tool_calls") or ():
             self._by_tool_call[call["id"]] = turn
         return turn
@@ -259,8 +261,9 @@ class Histories:
         It is recorded with the answer whose tool call has this id.
         """
         turn = self._by_tool_call.get(call_id)
+        # Record runs with unstored calls only: frameworks may run a tool after its conversation went on.
         if turn is not None and turn.index is not None:
-            turn = None  # A framework may run a tool after its conversation went on: its call is stored.
+            turn = None
         call = ToolCall(name, dict(arguments))
         problem = validate_call(call, schemas)
         if problem is not None:
@@ -379,7 +382,7 @@ class CallWriter:
                 await self._store.model_calls.add(self._claim, *calls)
                 # Take calls off the queue once they are stored: to ``flush``, an empty one means all are.
                 for _ in calls:
-                    self._queue.popleft()
+                    self._queue.popleft().forget_prompt()
                 self._written.set()
         except Exception as error:  # noqa: BLE001  ``write`` and ``flush`` raise it
             self._error = error

@@ -141,6 +141,10 @@ class Turn:
         messages = [*prompt.messages, self.response]
         return Chain(self.id, prompt.ids, output, messages, prompt.encoded, prompt.images)
 
+    def forget_prompt(self) -> None:
+        """Drop the prompt of a stored call: an agent may keep all its turns, and prompts grow."""
+        self.prompt = Prompt(ids=[], context_ids=[], messages=(), new_messages=())
+
     def refuse(self, problem: str) -> str:
         """Keep the first problem of the format; return the text that the model reads."""
         self.problem = self.problem or problem

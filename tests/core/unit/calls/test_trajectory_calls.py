@@ -66,6 +66,7 @@ async def test_calls_are_stored_in_order_and_nobody_waits_for_the_database(
         calls.opened.set()
         await writer.flush()
         assert calls.stored == [0, 1, 2, 3]
+        assert not any(call.prompt.ids for call in pending[:4]), "an agent that keeps its turns keeps prompts"
         await writer.flush()
 
 

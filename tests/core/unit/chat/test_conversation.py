@@ -1,4 +1,4 @@
-"""Tokens in, tokens out: no template changes generated ids."""
+"""Tokens in, tokens out: no template changes generated ids, and streamed text is certain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rollout_fakes import END, END_OF_TEXT, byte_tokenizer, format_of
 
 from agentrl.calls.prompts import Conversation
-from agentrl.chat.chat_format import ChatFormat
+from agentrl.chat.chat_format import ChatFormat, TextStream
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import ModelConfig
@@ -231,3 +231,49 @@ def test_a_template_that_reads_the_clock_is_rendered_each_time() -> None:
     chat_format, _ = start("{{ strftime_now('%f') }}")
     texts = {written(chat_format, chat_format.render([], None)) for _ in range(50)}
     assert len(texts) > 1
+
+
+FORMAT = format_of()
+MARKS = ("<tool_call>",)
+
+
+def released(text: str, marks: tuple[str, ...] | None = MARKS, stops: tuple[str, ...] = ()) -> str:
+    """The content that is sent before the answer's end, one byte at a time."""
+    stream = TextStream(FORMAT, (), stops, marks)
+    ids = FORMAT.tokens.encode(text)
+    deltas = [delta for place, token in enumerate(ids) for delta in stream.add(place, [token])]
+    assert all(delta.kind == "content" for delta in deltas)
+    assert END not in ids
+    return "".join(delta.text for delta in deltas)
+
+
+@pytest.mark.parametrize(
+    ("text", "sent"),
+    [
+        ("if a < b and d[0] == {1: `x`}.", "if a < b and d[0] == {1: `x`}."),
+        ("a <tool> b", "a <tool> b"),
+        ("I add. <tool_call>{}</tool_call> more", "I add."),
+        ("so <tool_cal", "so"),
+        ("one <think>two</think> three", "one"),
+        ("é ü", "é ü"),
+    ],
+)
+def test_text_is_held_only_while_it_may_begin_a_call(text: str, sent: str) -> None:
+    assert released(text) == sent
+
+
+def test_any_bracket_is_held_where_the_format_of_calls_is_not_known() -> None:
+    assert released("if a < b", None) == "if a"
+
+
+def test_a_stop_string_is_held() -> None:
+    assert released("a, b STO c STOP d", stops=("STOP",)) == "a, b STO c"
+
+
+def test_the_end_of_an_answer_completes_what_was_sent() -> None:
+    stream = TextStream(FORMAT, (), (), MARKS)
+    (first,) = stream.add(0, FORMAT.tokens.encode("I add. <tool_call>{}</tool_call> more"))
+    rest = stream.finish("", "I add.  more")
+    assert rest is not None
+    assert first.text + "".join(delta.text for delta in rest) == "I add.  more"
+    assert stream.finish("", "another answer") is None
