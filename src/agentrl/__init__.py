@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     __version__: str
     """The version of the installation: that of the git tag it was built from."""
 
+    from agentrl.calls.turns import Turn
     from agentrl.chat.chat_format import Message
     from agentrl.chat.parsers.arguments import convert_arguments
     from agentrl.chat.parsers.parser import ParsedMessage, ToolCall, tool_call_parser
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from agentrl.rollout.agent_io import Outcome
     from agentrl.rollout.agents import agent, context_manager
     from agentrl.rollout.rollout import FixedModel, Role, Rollout
-    from agentrl.rollout.trajectory_calls import Turn
     from agentrl.scoring.groups import ScoredGroup, advantage, group_filter
     from agentrl.scoring.scorers import ScoredCall, ScorerContext, ScoreResult, scorer
     from agentrl.screens.notebook import Store
@@ -69,7 +69,7 @@ _MODULES = {
     "TokenBatch": "losses.loss",
     "TokenLosses": "losses.loss",
     "ToolCall": "chat.parsers.parser",
-    "Turn": "rollout.trajectory_calls",
+    "Turn": "calls.turns",
     "advantage": "scoring.groups",
     "agent": "rollout.agents",
     "context_manager": "rollout.agents",

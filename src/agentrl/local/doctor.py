@@ -540,8 +540,8 @@ def _check_chat_format(folder: Path, config: ModelConfig, parser: str | None) ->
 
 def check_context(configs: Configs) -> Check:
     """Check that the longest prompt and its continuation fit the context of the model."""
+    from agentrl.calls.prompts import context_problem
     from agentrl.chat.model_folder import model_context_length
-    from agentrl.rollout.prompts import context_problem
 
     name, model = "context", configs[ModelConfig]
     own = None if model.model_name_or_path is None else model_context_length(model.model_name_or_path)

@@ -10,9 +10,9 @@ from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers.parser import ToolCall
 from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.status import StopReason
 from agentrl.documents.task import Claim
 from agentrl.inference.engine import Generation
-from agentrl.rollout.agent_io import Outcome
 
 PROVIDER = "agentrl"
 
@@ -42,16 +42,18 @@ def trajectory_span(claim: Claim, agent: str) -> Span:
     return span
 
 
-def end_trajectory(span: Span, outcome: Outcome, turns: int, tool_calls: int) -> None:
+def end_trajectory(
+    span: Span, reason: StopReason, final_answer: str | None, turns: int, tool_calls: int
+) -> None:
     """Set how the agent ended."""
     if not span.is_recording:
         return
     span.set({
-        "agentrl.stop_reason": str(outcome.stop_reason),
+        "agentrl.stop_reason": str(reason),
         "agentrl.turns": turns,
         "agentrl.tool_calls": tool_calls,
     })  # fmt: skip
-    answer = {"role": "assistant", "content": outcome.final_answer}
+    answer = {"role": "assistant", "content": final_answer}
     span.messages("gen_ai.output.messages", [answer])
 
 

@@ -1,10 +1,8 @@
 """From messages to the ids of a prompt: behind the longest known conversation, within the model's context.
 
 Generated ids stay as the engine returned them: they are never decoded and encoded again. Where the chat
-format drops earlier thoughts, the next prompt is a rendering of its own: a new branch of the token tree.
-
-A conversation is found again by its digest. Its prompt continues the ids that were sampled, which are never
-decoded and encoded again.
+format drops earlier thoughts, the next prompt is a rendering of its own: a new branch of the token tree. An
+agent's own conversation grows in place; that of a client, which sends it whole, is found by its digest.
 """
 
 from __future__ import annotations
@@ -28,121 +26,12 @@ from agentrl.inference.engine import EncodedIds
 from agentrl.tools.tool import Schema
 
 
-class Conversation:
-    """A conversation that grows by generations and messages.
-
-    ``messages`` is for people, ``prompt_ids()`` for the engine. To reset the context, create a new object:
-    it starts a new prefix.
-    """
-
-    def __init__(
-        self,
-        chat_format: ChatFormat,
-        messages: Sequence[Message],
-        tools: ToolSchemas | None = None,
-    ) -> None:
-        """Start from ``messages``. ``tools`` are the function schemas that the format renders."""
-        self._format = chat_format
-        self.tools = tuple(dict(tool) for tool in tools or ())
-        self.messages: list[Message] = [dict(message) for message in messages]
-        self._prompt: list[int] = []
-        self._output: list[int] = []
-        """The last prompt and what was generated after it."""
-        self._seen = 0
-        """Number of messages that the last prompt and its output hold."""
-        self._context: list[int] | None = None
-        self._next_prompt: list[int] | None = None
-        self._starts_branch = True
-        self._images: tuple[ImageSpan, ...] = ()
-        """The images of the last prompt."""
-
-    @property
-    def starts_branch(self) -> bool:
-        """Return whether the next prompt does not continue the last generation."""
-        self.context_ids()
-        return self._starts_branch
-
-    @property
-    def new_messages(self) -> tuple[Message, ...]:
-        """Messages since the last generation; all messages if the next prompt starts a branch."""
-        return tuple(self.messages if self.starts_branch else self.messages[self._seen :])
-
-    def context_ids(self) -> list[int]:
-        """Return the ids between the last generation and the next; the whole prompt of a new branch.
-
-        Do not change the list, nor that of ``prompt_ids``: each is made once.
-        """
-        if self._context is None:
-            context, history = None, self.messages[: self._seen]
-            if history:
-                new = self.messages[self._seen :]
-                context = self._format.next_prompt(self._prompt, self._output, history, new, self.tools)
-            self._starts_branch = context is None
-            self._context = self._format.render(self.messages, self.tools) if context is None else context
-        return self._context
-
-    def prompt_ids(self) -> list[int]:
-        """Return the prompt of the next generation."""
-        context = self.context_ids()
-        if self._starts_branch:
-            return context
-        if self._next_prompt is None:
-            self._next_prompt = [*self._prompt, *self._output, *context]
-        return self._next_prompt
-
-    def context_images(self) -> tuple[ImageSpan, ...]:
-        """Return the images in ``context_ids()``."""
-        ids = self.context_ids()
-        # Begin with the last answer: results, and so their images, are rendered in the order of its calls.
-        first = 0 if self._starts_branch else self._seen - 1
-        return self._format.locate_images(ids, self.messages[first:])
-
-    def prompt_images(self) -> tuple[ImageSpan, ...]:
-        """Return the images in ``prompt_ids()``."""
-        added = self.context_images()
-        if self._starts_branch:
-            return added
-        before = len(self._prompt) + len(self._output)
-        return (*self._images, *(image.moved(before) for image in added))
-
-    def append_generation(self, ids: Sequence[int], message: Message) -> None:
-        """Append one generation: ``ids`` as generated, ``message`` as parsed."""
-        # Locate images first: their indices count from the prompt and output that are replaced here.
-        self._images = self.prompt_images()
-        self._prompt, self._output = self.prompt_ids(), list(ids)
-        self.append_message(message)
-
-    @property
-    def unseen(self) -> tuple[Message, ...]:
-        """Return the messages since the last answer; all messages before the first."""
-        return tuple(self.messages[self._seen :])
-
-    def append_message(self, message: Message) -> None:
-        """Append the answer of another model: it has no ids of the policy."""
-        self.messages.append(dict(message))
-        self._seen = len(self.messages)
-        self._context = self._next_prompt = None
-
-    def append_messages(self, messages: Sequence[Message]) -> None:
-        """Append messages that the model did not generate: tool results, user messages."""
-        self.messages.extend(dict(message) for message in messages)
-        self._context = self._next_prompt = None
-
-    def change_new_messages(self, change: Callable[[Message], Message]) -> None:
-        """Replace each message since the last generation by what ``change`` returns for it."""
-        self.messages[self._seen :] = [change(message) for message in self.messages[self._seen :]]
-        self._context = self._next_prompt = None
-
-
-_SMALLEST_SHARE = 4
-"""In a context shorter than the limits allow for, the reserve is at most this fraction: a quarter."""
-
-
 @dataclass(frozen=True, slots=True)
 class Chain:
     """A conversation that ends with a model call: what its prompt and its output hold."""
 
     call: str
+    """The id of the call; empty for one that is not stored yet."""
     prompt_ids: list[int]
     output_ids: list[int]
     messages: list[Message]
@@ -182,6 +71,79 @@ class Prompt:
         return max(0, len(self.ids) - len(self.context_ids) - 1)
 
 
+class Conversation:
+    """A conversation that grows by generations and messages.
+
+    ``messages`` is for people, ``prompt`` for the engine. To reset the context, create a new object.
+    """
+
+    def __init__(
+        self,
+        chat_format: ChatFormat,
+        messages: Sequence[Message],
+        tools: ToolSchemas | None = None,
+    ) -> None:
+        """Start from ``messages``. ``tools`` are the function schemas that the format renders."""
+        self._format = chat_format
+        self.tools = tuple(dict(tool) for tool in tools or ())
+        self.messages: list[Message] = [dict(message) for message in messages]
+        self._chain: Chain | None = None
+        """The conversation up to the last generation."""
+        self._answered = 0
+        """Number of messages up to the last answer."""
+        self._prompt: Prompt | None = None
+
+    @property
+    def prompt(self) -> Prompt:
+        """Return the prompt of the next generation, made once: do not change its lists.
+
+        The id of its parent is empty: the caller knows it. Raises TrajectoryError for messages that cannot be
+        rendered.
+        """
+        if self._prompt is None:
+            if self._chain is not None:
+                self._prompt = extended(self._format, self._chain, self.unseen, self.tools)
+            if self._prompt is None:
+                self._prompt = rendered(self._format, self.messages, self.tools)
+        return self._prompt
+
+    @property
+    def starts_branch(self) -> bool:
+        """Return whether the next prompt does not continue the last generation."""
+        return self.prompt.parent is None
+
+    @property
+    def unseen(self) -> list[Message]:
+        """Return the messages since the last answer; all messages before the first."""
+        return self.messages[self._answered :]
+
+    def append_generation(self, ids: Sequence[int], message: Message) -> None:
+        """Append one generation: ``ids`` as generated, ``message`` as parsed."""
+        prompt = self.prompt
+        self.append_message(message)
+        self._chain = Chain("", prompt.ids, list(ids), list(self.messages), prompt.encoded, prompt.images)
+
+    def append_message(self, message: Message) -> None:
+        """Append the answer of another model: it has no ids of the policy."""
+        self.messages.append(dict(message))
+        self._answered = len(self.messages)
+        self._prompt = None
+
+    def append_messages(self, messages: Sequence[Message]) -> None:
+        """Append messages that the model did not generate: tool results, user messages."""
+        self.messages.extend(dict(message) for message in messages)
+        self._prompt = None
+
+    def change_new_messages(self, change: Callable[[Message], Message]) -> None:
+        """Replace each message since the last generation by what ``change`` returns for it."""
+        self.messages[self._answered :] = map(change, self.unseen)
+        self._prompt = None
+
+
+_SMALLEST_SHARE = 4
+"""In a context shorter than the limits allow for, the reserve is at most this fraction: a quarter."""
+
+
 def chain_of(calls: Mapping[str, DispatchedSamplingTask], call_id: str) -> Chain:
     """Return the conversation of a call, from the call without a parent on. Raises StoreError."""
     path: list[DispatchedSamplingTask] = []
@@ -213,40 +175,66 @@ def prompt_of(
     messages: Sequence[Message],
     tools: Sequence[Schema],
 ) -> Prompt:
-    """Return the prompt of a request whose first ``known`` messages are those of ``chain``.
+    """Return the prompt of a client's request whose first ``known`` messages are those of ``chain``.
 
     It goes on from the sampled ids. Where the chat format drops earlier thoughts, or cannot extend a prompt
     by these messages, it is rendered anew, as a branch. Raises TrajectoryError if it cannot be rendered.
     """
-    if chain is None:
-        return _rendered(chat_format, list(messages), tools, None)
     new = list(messages[known:])
-    whole = [*chain.messages, *new]
-    shown = one_system(chain.messages)
+    if chain is None:
+        return rendered(chat_format, new, tools, shown=one_system(new))
     try:
-        added = chat_format.next_prompt(chain.prompt_ids, chain.output_ids, shown, new, tools)
+        prompt = extended(chat_format, chain, new, tools, shown=one_system(chain.messages))
     # Let image errors pass: the whole would meet them again. Others may be of the extension alone.
     except ImageError:
         raise
     except TrajectoryError:
-        added = None
+        prompt = None
+    if prompt is not None:
+        return prompt
+    whole = [*chain.messages, *new]
+    return rendered(chat_format, whole, tools, shown=one_system(whole), follows=chain.call)
+
+
+def extended(
+    chat_format: ChatFormat,
+    chain: Chain,
+    new: list[Message],
+    tools: ToolSchemas,
+    *,
+    shown: Sequence[Message] | None = None,
+) -> Prompt | None:
+    """Return the prompt that continues the sampled ids of ``chain`` by ``new`` messages.
+
+    ``shown`` are the chain's messages as the template is given them. None where the chat format drops earlier
+    thoughts, so that the prompt must be rendered anew.
+    """
+    history = chain.messages if shown is None else shown
+    added = chat_format.next_prompt(chain.prompt_ids, chain.output_ids, history, new, tools)
     if added is None:
-        return _rendered(chat_format, whole, tools, chain.call)
+        return None
     ids = [*chain.prompt_ids, *chain.output_ids, *added]
+    # Begin with the last answer: results, and so their images, are rendered in the order of its calls.
     spans = chat_format.locate_images(added, [chain.messages[-1], *new])
     before = len(ids) - len(added)
     return Prompt(
-        ids=ids, context_ids=added, messages=whole, new_messages=new, parent=chain.call,
+        ids=ids, context_ids=added, messages=[*chain.messages, *new], new_messages=new, parent=chain.call,
         encoded=chain.encoded, images=(*chain.images, *(span.moved(before) for span in spans)),
         context_images=spans,
     )  # fmt: skip
 
 
-def _rendered(
-    chat_format: ChatFormat, messages: list[Message], tools: Sequence[Schema], follows: str | None
+def rendered(
+    chat_format: ChatFormat,
+    messages: Sequence[Message],
+    tools: ToolSchemas,
+    *,
+    shown: Sequence[Message] | None = None,
+    follows: str | None = None,
 ) -> Prompt:
-    """Return the prompt of a whole conversation."""
-    ids = chat_format.render(one_system(messages), tools)
+    """Return the prompt of a whole conversation, a new branch; ``shown`` are the template's messages."""
+    messages = list(messages)
+    ids = chat_format.render(messages if shown is None else shown, tools)
     spans = chat_format.locate_images(ids, messages)
     return Prompt(
         ids=ids, context_ids=ids, messages=messages, new_messages=messages, follows=follows,
@@ -284,6 +272,12 @@ def prefix_digests(
         # Chain the digests: hashing each prefix from its start would cost a conversation's square.
         digests.append(digest_after(digests[-1], message))
     return digests
+
+
+def answered_prefixes(messages: Sequence[Message], digests: Sequence[str]) -> list[tuple[int, str]]:
+    """Return length and digest of each prefix that ends with an answer, the longest first."""
+    ends = [number for number, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    return [(end, digests[end]) for end in reversed(ends)]
 
 
 def digest_after(digest: str, message: Message) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-from agentrl.chat.parsers.parser import ToolCall
+from agentrl.calls.turns import Tools, Turn, call_id_of, message_of, run_tool_calls
+from agentrl.chat.parsers.parser import ParsedMessage, ToolCall
 from agentrl.errors import ToolServerError
-from agentrl.rollout.tool_calls import Tools, run_tool_calls
-from agentrl.rollout.trajectory_calls import PendingCall, Turn
 from agentrl.tools.tool import Schema, ToolResult, function_schema
 
 OLD = [function_schema(name, f"The tool {name}.", None) for name in ("first", "second", "lost")]
@@ -39,24 +39,24 @@ class Together:
 
 
 async def run(tools: Together, *names: str) -> tuple[list[Any], Any]:
-    pending = SimpleNamespace(
+    turn = SimpleNamespace(
+        tool_calls=tuple(ToolCall(name, {}) for name in names),
+        error=None,
         response={"tool_calls": [{"id": f"call{place}"} for place in range(len(names))]},
         executions=[],
         refuse=lambda problem: f"Error: {problem}",
     )
-    turn = SimpleNamespace(tool_calls=tuple(ToolCall(name, {}) for name in names), error=None)
-    done = run_tool_calls(cast(Turn, turn), cast(PendingCall, pending), cast(Tools, tools), OLD)
     try:
-        return await done, pending
+        return await run_tool_calls(cast(Turn, turn), cast(Tools, tools), OLD), turn
     except ToolServerError as error:
-        return [error], pending
+        return [error], turn
 
 
 async def test_the_calls_of_a_turn_run_in_parallel_and_their_results_keep_the_order() -> None:
     tools = Together(2)
-    messages, pending = await run(tools, "first", "unknown", "second")
+    messages, turn = await run(tools, "first", "unknown", "second")
     assert tools.ended == ["second", "first"]
-    assert [execution.name for execution in pending.executions] == ["first", "second"]
+    assert [execution.name for execution in turn.executions] == ["first", "second"]
     contents = [(message["tool_call_id"], message["content"]) for message in messages]
     assert contents[0] == ("call0", "first said")
     assert contents[1][1].startswith("Error: ")
@@ -64,11 +64,22 @@ async def test_the_calls_of_a_turn_run_in_parallel_and_their_results_keep_the_or
 
 
 async def test_a_lost_server_ends_the_turn_and_the_other_calls_are_recorded() -> None:
-    (error,), pending = await run(Together(2), "lost", "second")
+    (error,), turn = await run(Together(2), "lost", "second")
     assert isinstance(error, ToolServerError)
-    assert [execution.name for execution in pending.executions] == ["second"]
+    assert [execution.name for execution in turn.executions] == ["second"]
 
 
 async def test_a_tool_that_a_server_added_since_the_prompt_can_be_called() -> None:
     messages, _ = await run(Together(1), "added")
     assert messages[0]["content"] == "added said"
+
+
+def test_each_tool_call_of_a_long_trajectory_has_an_id_of_its_own() -> None:
+    one = ParsedMessage("", (ToolCall("first", {}),))
+    many = ParsedMessage("", (ToolCall("first", {}),) * 3000)
+    turns = [message_of(one, call_id_of(turn)) for turn in range(12_000)]
+    ids = [call["id"] for message in (*turns[:-1], message_of(many, call_id_of(11_999)))
+           for call in message["tool_calls"]]  # fmt: skip
+    assert len(set(ids)) == 11_999 + 3000
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", each) for each in ids)
+    assert [ids[0], ids[999], ids[1000]] == ["call00000", "call99900", "c00100000"]

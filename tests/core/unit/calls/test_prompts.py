@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from trajectories import ADD, ANSWER, Trajectory
 
+from agentrl.calls.prompts import Budget, context_problem
 from agentrl.chat.model_folder import model_context_length
 from agentrl.config.schema import AgentConfig, SamplingConfig
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import StopReason
-from agentrl.rollout.prompts import Budget, context_problem
 
 QWEN3 = 40960
 

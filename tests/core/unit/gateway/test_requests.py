@@ -1,25 +1,31 @@
-"""Images in the three dialects: data URLs and base64 become references; other sources are refused."""
+"""Requests and rewards of clients: images, greedy answers, numbers that nothing can hold, kept chains."""
 
 from __future__ import annotations
 
 import base64
 import json
+import logging
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rollout_fakes import MemoryImages
 from tiny_vision import drawn, save_vision_model
 
+from agentrl.calls.prompts import Chain, prefix_digests, prompt_of
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import ModelConfig
 from agentrl.documents.images import image_of_bytes, image_refs
-from agentrl.gateway.answerer import store_images
+from agentrl.gateway import answerer
+from agentrl.gateway.answerer import Chains, store_images
+from agentrl.gateway.dialects import fields
 from agentrl.gateway.dialects.anthropic_messages import Messages
+from agentrl.gateway.dialects.fields import load_body
 from agentrl.gateway.dialects.openai_chat import ChatCompletions
 from agentrl.gateway.dialects.openai_responses import Responses
+from agentrl.gateway.feedback import read_reward
 from agentrl.gateway.request import GatewayError
-from agentrl.rollout.prompts import Chain, prefix_digests, prompt_of
 
 DATA = base64.b64encode(drawn()).decode()
 URL = f"data:image/png;base64,{DATA}"
@@ -108,3 +114,62 @@ async def test_texts_around_images_stay_in_order(chat_format: Any) -> None:
     assert [part.get("text") for part in user["content"]] == ["so?", None, "!"]
     prompt = prompt_of(chat_format, None, 0, request.messages, [])
     assert len(prompt.images) == 2
+
+
+# What aider 0.86 sends.
+AIDER = {"model": "policy", "stream": True, "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.mark.parametrize(("temperature", "warnings"), [(0, 1), (0.001, 1), (0.01, 0), (None, 0)])
+def test_a_temperature_that_cannot_be_trained_is_logged_once(
+    temperature: float | None, warnings: int, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(fields, "_warned", set())
+    with caplog.at_level(logging.WARNING, fields.__name__):
+        for _ in range(2):
+            ChatCompletions().parse({**AIDER, "temperature": temperature})
+    assert len(caplog.records) == warnings
+    for record in caplog.records:
+        assert "no answer can be trained" in record.message
+        assert record.temperature == temperature  # type: ignore[attr-defined]
+
+
+class Gateways:
+    async def by_answer(self, record_id: str, answers: list[str]) -> dict[str, Any]:
+        return {answer: SimpleNamespace(call=f"{record_id}/0") for answer in answers}
+
+
+STORE: Any = SimpleNamespace(gateways=Gateways())
+BIG = b"9" * 311
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"score": %b}' % BIG, "score is 9{60}…; it must be a finite number"),
+        (b'{"score": 1, "call_rewards": {"a": %b}}' % BIG, "must be a finite number"),
+        (b'{"score": 1, "role_rewards": {"a": %b}}' % BIG, "must be a finite number"),
+        (b'{"score": 1, "call_rewards": {"\\ud800": 1}}', "call_rewards names .*ud800.*a lone surrogate"),
+        (b'{"score": 1, "role_rewards": {"\\ud800": 1}}', "role_rewards names .*ud800.*a lone surrogate"),
+        (b'{"\\ud800": 1}', "a reward has no field .*ud800"),
+        (b"[" * 200_000, "the body is not JSON"),
+    ],
+)
+async def test_what_nothing_can_hold_is_bad_input(body: bytes, words: str) -> None:
+    with pytest.raises(GatewayError, match=words) as caught:
+        await read_reward(STORE, "r", load_body(body))
+    assert caught.value.status == 400
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("tokens", [1, 400])
+def test_many_short_conversations_are_bounded_as_few_long_ones_are(
+    monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    monkeypatch.setattr(answerer, "_CACHED_TOKENS", 10_000)
+    cache = Chains(cast("Any", None))
+    for number in range(1000):
+        cache.add(Chain(str(number), [1] * tokens, [2], []), ("record", str(number)))
+    assert 0 < len(cache._cached) <= 100
+    assert len(cache._ends) == len(cache._keys) == len(cache._cached)

@@ -11,11 +11,12 @@ import pytest
 from trajectories import Trajectory
 from waiting import cancel
 
+from agentrl.calls import trajectory_calls
+from agentrl.calls.trajectory_calls import CallWriter
+from agentrl.calls.turns import Turn
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.task import Claim, Task
 from agentrl.errors import LeaseLostError
-from agentrl.rollout import trajectory_calls
-from agentrl.rollout.trajectory_calls import CallWriter, PendingCall
 
 CLAIM = Claim(
     task=Task(id="train/0/t", task_id="t", split="train", epoch=0, order=0, query="q"),
@@ -47,7 +48,7 @@ def writer_of(calls: SlowCalls) -> CallWriter:
 
 
 @pytest.fixture
-async def pending() -> list[PendingCall]:
+async def pending() -> list[Turn]:
     """The calls of a trajectory, as its Rollout hands them over."""
     trajectory = Trajectory(*"abcdefghijklmnopq", max_turns=17)
     await trajectory.run()
@@ -55,7 +56,7 @@ async def pending() -> list[PendingCall]:
 
 
 async def test_calls_are_stored_in_order_and_nobody_waits_for_the_database(
-    pending: list[PendingCall],
+    pending: list[Turn],
 ) -> None:
     calls = SlowCalls()
     async with asyncio.timeout(10), writer_of(calls) as writer:
@@ -65,10 +66,11 @@ async def test_calls_are_stored_in_order_and_nobody_waits_for_the_database(
         calls.opened.set()
         await writer.flush()
         assert calls.stored == [0, 1, 2, 3]
+        assert not any(call.prompt.ids for call in pending[:4]), "an agent that keeps its turns keeps prompts"
         await writer.flush()
 
 
-async def test_a_trajectory_waits_for_a_database_that_is_too_slow(pending: list[PendingCall]) -> None:
+async def test_a_trajectory_waits_for_a_database_that_is_too_slow(pending: list[Turn]) -> None:
     calls = SlowCalls()
     async with asyncio.timeout(10), writer_of(calls) as writer:
         for call in pending[:16]:
@@ -83,7 +85,7 @@ async def test_a_trajectory_waits_for_a_database_that_is_too_slow(pending: list[
 
 
 async def test_a_busy_process_writes_later_but_not_never(
-    pending: list[PendingCall], monkeypatch: pytest.MonkeyPatch
+    pending: list[Turn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trajectory_calls, "_BUSY_SECONDS", -1.0)  # every timer is late
     monkeypatch.setattr(trajectory_calls, "_LONGEST_SECONDS", 0.3)
@@ -99,7 +101,7 @@ async def test_a_busy_process_writes_later_but_not_never(
 
 
 async def test_many_queued_calls_are_written_by_a_busy_process(
-    pending: list[PendingCall], monkeypatch: pytest.MonkeyPatch
+    pending: list[Turn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trajectory_calls, "_INTERVAL_SECONDS", 60.0)
     calls = SlowCalls()
@@ -112,7 +114,7 @@ async def test_many_queued_calls_are_written_by_a_busy_process(
 
 
 async def test_an_error_surfaces_before_the_score_and_nothing_is_stored_after_it(
-    pending: list[PendingCall],
+    pending: list[Turn],
 ) -> None:
     calls = SlowCalls(failing=1)
     calls.opened.set()
@@ -127,7 +129,7 @@ async def test_an_error_surfaces_before_the_score_and_nothing_is_stored_after_it
     assert calls.stored == [0]
 
 
-async def test_a_cancelled_trajectory_still_stores_what_is_queued(pending: list[PendingCall]) -> None:
+async def test_a_cancelled_trajectory_still_stores_what_is_queued(pending: list[Turn]) -> None:
     calls = SlowCalls()
     calls.opened.set()
 
