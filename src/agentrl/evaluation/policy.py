@@ -14,9 +14,8 @@ from agentrl.documents.status import VersionStatus
 from agentrl.documents.training import is_checkpoint
 from agentrl.errors import ModelError, PublishError
 from agentrl.store.evaluations import digest
-from agentrl.weights.folder import checksums, is_adapter
+from agentrl.weights.folder import checksums, is_adapter, merged_model
 from agentrl.weights.local_copy import LocalCopy, chain_to, is_in_place
-from agentrl.weights.merged import merged_model
 from agentrl.weights.storage import is_remote
 
 if TYPE_CHECKING:

@@ -21,10 +21,9 @@ from agentrl.documents.status import StepStatus, VersionStatus
 from agentrl.errors import LeaseLostError, PublishError
 from agentrl.train import controller, publishing
 from agentrl.train.loop import Trainer
-from agentrl.weights.folder import MANIFEST, verify
+from agentrl.weights.folder import MANIFEST, TensorChecksum, verify, weights_digest
 from agentrl.weights.local_copy import apply
 from agentrl.weights.snapshot import Snapshot, Written
-from agentrl.weights.tensor_checksums import TensorChecksum, weights_digest
 
 Start = Callable[..., Any]
 
