@@ -9,7 +9,7 @@ from typing import Final, cast
 from agentrl.errors import ConfigError
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "mongo": ("agentrl.local.cli.mongo", "the embedded MongoDB: up, status, down"),
+    "mongo": ("agentrl.local.cli:mongo", "the embedded MongoDB: up, status, down"),
     "tasks": ("agentrl.cli.tasks", "check tasks of any source, load them into a run, list what is loaded"),
     "tools": ("agentrl.worlds.cli.tools", "a manager of tool servers: a node for each trajectory"),
     "db": ("agentrl.lab.cli.db", "the database of a run: check, copy, prune, rescore, reopen"),
@@ -22,21 +22,21 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "score": ("agentrl.cli.services:score", "scores sampled trajectories that wait for a score"),
     "teach": ("agentrl.cli.services:teach", "a teacher: fills in its logprobs of sampled trajectories"),
     "train": ("agentrl.cli.train:train", "the trainer"),
-    "launch": ("agentrl.local.cli.launch", "the processes of a run on this machine, each on GPUs of its own"),
-    "plan": ("agentrl.local.cli.plan", "plan memory, layout and services for a model and GPUs"),
+    "launch": ("agentrl.local.cli:launch", "the processes of a run on this machine, each on GPUs of its own"),
+    "plan": ("agentrl.local.cli:plan", "plan memory, layout and services for a model and GPUs"),
     "whatif": ("agentrl.lab.cli.whatif", "train stored steps again with another loss, and compare"),
     "sweep": ("agentrl.lab.cli.sweep", "what-ifs with many settings and seeds, judged on held-out tasks"),
-    "try": ("agentrl.local.cli.try_task", "run one task's trajectory, print it, keep nothing"),
+    "try": ("agentrl.local.cli:try_one", "run one task's trajectory, print it, keep nothing"),
     "eval": ("agentrl.cli.evaluate", "evaluate a policy on a task file; compare and list evaluations"),
     "blame": ("agentrl.lab.cli.blame", "which trajectories moved held-out tasks between evaluations"),
     "sft": ("agentrl.cli.train:sft", "supervised fine-tuning on conversations"),
     "dashboard": ("agentrl.screens.cli.dashboard", "web pages about the runs of a server; reads only"),
     "status": ("agentrl.screens.cli.status", "what runs now: the runs of a server, or one run, live"),
     "audit": ("agentrl.screens.cli.audit", "look at a run: its state, a trajectory, its curve"),
-    "parity": ("agentrl.local.cli.parity", "compare the trainer's logprobs with an engine's"),
-    "doctor": ("agentrl.local.cli.doctor", "check this machine, and say how to fix each fault"),
+    "parity": ("agentrl.local.parity", "compare the trainer's logprobs with an engine's"),
+    "doctor": ("agentrl.local.doctor", "check this machine, and say how to fix each fault"),
     "completion": ("agentrl.cli.completion", "print the completion of bash, zsh or fish"),
-    "quickstart": ("agentrl.local.cli.launch:quickstart", "the whole loop on this machine"),
+    "quickstart": ("agentrl.local.cli:quickstart", "the whole loop on this machine"),
 }
 """Command → (module, and its function if that is not ``main``; what it is for)."""
 

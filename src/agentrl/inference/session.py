@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.base.concurrency import Backoff, end_tasks
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.columns.outages import Outages
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import (
     ExpertShape,

@@ -30,7 +30,7 @@ from agentrl.losses.settings import LossSettings
 from agentrl.observe.plotting import COLORS
 from agentrl.observe.terminal import MISSING, finite, number, table
 from agentrl.store.client import Store, open_existing
-from agentrl.weights.difference import LayerDifference, layer_differences
+from agentrl.weights.delta import LayerDifference, layer_differences
 from agentrl.weights.folder import architecture, base_folder
 
 CURVES = ("loss", "reward", "kl_k3", "grad_norm", "entropy", "clipped_fraction", "lr")
