@@ -24,7 +24,7 @@ from agentrl.errors import (
     StoreUnavailableError,
 )
 from agentrl.screens.dashboard.render import render, same_page
-from agentrl.screens.views.trajectories import Bounds, TrajectoryFilter, TrajectoryOrder
+from agentrl.screens.views.read import Bounds, TrajectoryFilter, TrajectoryOrder
 
 logger = logging.getLogger(__name__)
 
