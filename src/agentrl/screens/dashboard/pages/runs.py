@@ -25,7 +25,6 @@ from agentrl.errors import ConfigError, RunMissingError, StoreDeniedError, Store
 from agentrl.lab.manage_runs import RunAdmin, rename_run
 from agentrl.lab.transfer import write_parquet
 from agentrl.observe.metric_definitions import definition_of
-from agentrl.screens.dashboard import serve
 from agentrl.screens.dashboard.charts import SMOOTHINGS, Chart, Series, curves, evaluation_chart
 from agentrl.screens.dashboard.pages.compare import MAX_RUNS
 from agentrl.screens.dashboard.query import (
@@ -34,7 +33,10 @@ from agentrl.screens.dashboard.query import (
     NotFoundError,
     checked_query,
     choice,
+    give_token,
     page_of,
+    posted_form,
+    set_cookie,
     skipped,
 )
 from agentrl.screens.dashboard.render import link, render
@@ -225,17 +227,17 @@ async def _manage(request: Request) -> Response:
             folder, why_not = await admin.output_folder(), None
         except ConfigError as error:
             folder, why_not = None, error.message
-    token, cookie = serve.give_token(request)
+    token, cookie = give_token(request)
     response = render(
         request, "manage.html", run=store.run_name, section="", csrf=token, remarks=remarks, holders=holders,
         folder=folder, why_not=why_not,
     )  # fmt: skip
-    serve.set_cookie(request, response, cookie)
+    set_cookie(request, response, cookie)
     return response
 
 
 async def _change(request: Request) -> Response:
-    form = await serve.posted_form(request)
+    form = await posted_form(request)
     action = choice(form, "action", ("describe", "rename", "delete"), "describe")
     name = request.path_params["run"]
     with checked_query(), _conflicts():

@@ -25,13 +25,15 @@ from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.status import SHOWN_STATUSES
 from agentrl.errors import ImageError, ModelError
-from agentrl.screens.dashboard import serve
 from agentrl.screens.dashboard.query import (
     BadQueryError,
     NotFoundError,
     checked_query,
+    give_token,
     no_trajectory,
+    posted_form,
     read_form,
+    set_cookie,
     whole,
 )
 from agentrl.screens.dashboard.render import link, render
@@ -107,7 +109,7 @@ async def _trajectory(request: Request) -> Response:
     if start and start >= len(calls):
         raise NotFoundError(f"trajectory {record_id!r} has {len(calls)} turns; from is {start}")
     turns = turns_of(record, calls[start : start + _TURNS], calls)
-    token, cookie = serve.give_token(request) if may_label else (None, "")
+    token, cookie = give_token(request) if may_label else (None, "")
     response = render(
         request, "trajectory.html", run=store.run_name, section="trajectories",
         record=record, trained_at_steps=trajectory.trained_at_steps, failures=trajectory.failures,
@@ -122,7 +124,7 @@ async def _trajectory(request: Request) -> Response:
         more_turns=start + _TURNS if start + _TURNS < len(calls) else None,
     )  # fmt: skip
     if may_label:
-        serve.set_cookie(request, response, cookie)
+        set_cookie(request, response, cookie)
     return response
 
 
@@ -169,7 +171,7 @@ async def _image(request: Request) -> Response:
 
 async def _label(request: Request) -> Response:
     record_id = request.path_params["record"]
-    form = await serve.posted_form(request)
+    form = await posted_form(request)
     by = form.get("by", "")
     async with open_run(request) as store:
         if not await store.labels.may_write():
