@@ -9,7 +9,7 @@ from parsed_flags import parsed
 
 from agentrl.config.run import RunConfig, uri_of_variables, without_uri
 from agentrl.errors import ConfigError
-from agentrl.lab.cli.db import parser as db_parser
+from agentrl.lab.cli_db import parser as db_parser
 from agentrl.local.launch import flags_of_variables
 
 URI = "mongodb://trainer:hunter2@db:27017/?replicaSet=agentrl"

@@ -18,7 +18,7 @@ from agentrl.observe.terminal import print_json
 
 if TYPE_CHECKING:
     from agentrl.lab.check.reading import CheckOptions
-    from agentrl.lab.rescore import RescoreReport
+    from agentrl.lab.regroup import RescoreReport
     from agentrl.lab.transfer import Manifest
 
 
@@ -155,8 +155,7 @@ def _copy(subparsers: Any) -> None:
 
 async def export_run(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Write the folder and print its contents."""
-    from agentrl.lab.dataset import FILE, TrajectoryDataset
-    from agentrl.lab.transfer import MANIFEST, Transfer
+    from agentrl.lab.transfer import FILE, MANIFEST, TrajectoryDataset, Transfer
     from agentrl.store.client import open_existing
 
     folder = Path(arguments.folder)
@@ -232,7 +231,7 @@ def _prune(subparsers: Any) -> None:
 async def prune(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Delete what nothing needs any more, and print what was freed."""
     from agentrl.documents.training import read_checkpoints
-    from agentrl.lab.retention import Retention
+    from agentrl.lab.deletion import Retention
     from agentrl.store.client import open_existing
 
     days, step = arguments.older_than_days, arguments.before_step
@@ -358,8 +357,7 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.base.user_code import allow
     from agentrl.documents.status import RecordStatus
     from agentrl.documents.task import scorer_weights
-    from agentrl.lab.regroup import SCORED
-    from agentrl.lab.rescore import RescoreOptions, rescore_run
+    from agentrl.lab.regroup import SCORED, RescoreOptions, rescore_run
     from agentrl.scoring.scorers import require_scorer
     from agentrl.store.client import open_existing
 
