@@ -23,7 +23,7 @@ from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.renderer import ChatTemplate, TemplateRenderer
 from agentrl.config.sampling import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
-from agentrl.data.trajectory_tree import to_training_data
+from agentrl.data.finalize_group import to_training_data
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,

@@ -26,7 +26,7 @@ from agentrl.lab.retention import Retention
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
 from agentrl.store.epochs import Selection
-from agentrl.store.training_data import StaleVersions
+from agentrl.store.steps import StaleVersions
 from agentrl.weights.folder import checksums
 
 SPLITS = ("train", "eval")

@@ -7,7 +7,7 @@ from typing import Any
 from rollout_fakes import FakeSession, FakeTools, ScriptedEngine, format_of, make_rollout
 
 from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig
-from agentrl.data.trajectory_tree import to_training_data
+from agentrl.data.finalize_group import to_training_data
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Final
 
 MOVED: Final = {
+    "agentrl.base.permissions": "agentrl.base.user_code",
     "agentrl.containers": "agentrl.worlds.containers",
     "agentrl.containers.base": "agentrl.worlds.containers.container",
     "agentrl.rollout.context": "agentrl.rollout.agents",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
-from agentrl.base.permissions import require_allowed
+from agentrl.base.user_code import require_allowed
 from agentrl.errors import ConfigError
 
 T = TypeVar("T")

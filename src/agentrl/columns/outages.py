@@ -14,7 +14,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from agentrl.base.concurrency import Deadline, end_tasks, task_group
+from agentrl.base.concurrency import Backoff, Deadline, end_tasks, task_group
 from agentrl.errors import (
     DATABASE,
     ENGINES,
@@ -75,7 +75,7 @@ class Breaker:
         """Whether it waits for the first start of the dependency. That is not reported as an outage."""
         self._changed = changed
         self._failures = 0
-        self._delay = FIRST_PROBE_SECONDS
+        self._backoff = Backoff(str(dependency), FIRST_PROBE_SECONDS, LONGEST_PROBE_SECONDS)
         self._probe_at = 0.0
         self._probing = False
         self._waiting: deque[asyncio.Future[bool]] = deque()
@@ -116,7 +116,7 @@ class Breaker:
             return
         # Back off after probes only: calls that began before the outage fail in it too, and many at once.
         if self._probing:
-            self._delay = min(2 * self._delay, LONGEST_PROBE_SECONDS)
+            self._backoff.next()
             self._schedule_probe(retry_after)
         now = time.monotonic()
         if now >= self._remind_at:
@@ -191,7 +191,8 @@ class Breaker:
     def _open(self, retry_after: float | None) -> None:
         self.down_since = time.monotonic()
         self._remind_at = self.down_since + _REMINDER_SECONDS
-        self._delay = FIRST_PROBE_SECONDS
+        self._backoff.reset()
+        self._backoff.next()
         self._schedule_probe(retry_after)
         if not self.is_awaited:
             logger.warning(
@@ -201,7 +202,7 @@ class Breaker:
 
     def _schedule_probe(self, retry_after: float | None) -> None:
         self._probing = False
-        seconds = min(max(self._delay, retry_after or 0.0), LONGEST_PAUSE_SECONDS)
+        seconds = min(max(self._backoff.seconds, retry_after or 0.0), LONGEST_PAUSE_SECONDS)
         self._probe_at = time.monotonic() + seconds
         self._start_timer(seconds)
 

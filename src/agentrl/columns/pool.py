@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from agentrl.base.concurrency import end_tasks, wait_for_any
+from agentrl.base.concurrency import Backoff, end_tasks, wait_for_any
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreError, StoreUnavailableError
@@ -120,7 +120,7 @@ class Pool(Generic[C]):
         self._due = 0.0
         """When the leases are renewed next, in ``time.monotonic``."""
         self._woken = asyncio.Event()
-        self._poll_seconds = FIRST_POLL_SECONDS
+        self._poll = Backoff("work", FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS)
         self.error: BaseException | None = None
         """The error of work on a claim, or of a job of ``renewing``."""
         self.filled = 0
@@ -183,15 +183,14 @@ class Pool(Generic[C]):
             self._running[task] = claim
             task.add_done_callback(self._ended)
         if claims or was_woken:
-            self._poll_seconds = FIRST_POLL_SECONDS
+            self._poll.reset()
         return bool(claims)
 
     async def _wait(self, stop: asyncio.Event) -> None:
         """Wait for ``stop``, ``wake``, the end of work, or the next look."""
         # Leave ``wake`` out while full: nothing claims and clears it, and each wait would end at once.
         events = [stop] if len(self._running) >= self._concurrency else [stop, self._woken]
-        await wait_for_any(*events, tasks=self._running, timeout=self._poll_seconds)
-        self._poll_seconds = min(2 * self._poll_seconds, LONGEST_POLL_SECONDS)
+        await wait_for_any(*events, tasks=self._running, timeout=self._poll.next())
 
     @asynccontextmanager
     async def renewing(self, *jobs: Coroutine[Any, Any, None]) -> AsyncIterator[None]:

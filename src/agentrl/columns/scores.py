@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agentrl.base.permissions import allow, is_allowed
 from agentrl.base.processes import stop_on_signals
 from agentrl.base.registry import import_modules
 from agentrl.base.spans import NO_SPAN, Span, tracer
-from agentrl.base.user_code import contain_call, contain_errors
+from agentrl.base.user_code import allow, contain_call, contain_errors, is_allowed
 from agentrl.columns.outages import CallFailures, Outages, report_outages
 from agentrl.columns.pool import Pool, SlotLeases, owner_name
 from agentrl.config.load import Configs

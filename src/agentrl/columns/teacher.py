@@ -54,7 +54,7 @@ from agentrl.store.mechanics.retry import retry_outages
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
-    from agentrl.store.columns import ColumnClaim
+    from agentrl.store.groups import ColumnClaim
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class FolderTeacher:
 
     def __init__(self, folder: Path) -> None:
         """Raises ModelError for a folder without a model."""
-        from agentrl.model.score_ids import IdScorer  # torch is imported where a teacher computes here
+        from agentrl.model.logprobs import IdScorer  # torch is imported where a teacher computes here
 
         self.name = str(folder)
         self._folder = folder

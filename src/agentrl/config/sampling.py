@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from agentrl.base.permissions import file_name
+from agentrl.base.user_code import file_name
 from agentrl.config.flags import Flags, flag, names_in, require, require_plain_url
 
 _RESERVE = 1024

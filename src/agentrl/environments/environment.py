@@ -14,10 +14,9 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from agentrl.base.concurrency import ENVIRONMENT_THREADS
-from agentrl.base.permissions import require_allowed, server_name
 from agentrl.base.process_pool import run_in_process
 from agentrl.base.registry import Registry
-from agentrl.base.user_code import contain_call, describe
+from agentrl.base.user_code import contain_call, describe, require_allowed, server_name
 from agentrl.config.sampling import ContainerConfig
 from agentrl.documents.document import is_score, replace_surrogates, sanitize_bson
 from agentrl.documents.record import HarnessRun

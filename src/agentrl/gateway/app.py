@@ -25,7 +25,7 @@ from agentrl.base.concurrency import end_tasks, wait_for_any
 from agentrl.chat.text_stream import TextStream
 from agentrl.config.flags import names_in
 from agentrl.config.sampling import GatewayConfig, is_pattern
-from agentrl.data.trajectory_tree import describe_share
+from agentrl.data.finalize_group import describe_share
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     branches_of,

@@ -19,8 +19,8 @@ from starlette.routing import Route
 
 from agentrl.base.bounded_http import is_loopback
 from agentrl.base.concurrency import wait_for_any
-from agentrl.base.permissions import allow, is_listed
 from agentrl.base.processes import stop_on_signals
+from agentrl.base.user_code import allow, is_listed
 from agentrl.columns.outages import Outages
 from agentrl.columns.pool import Pool, owner_name
 from agentrl.columns.scores import QueuedScores, Scoring

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
-from agentrl.base.concurrency import end_tasks
+from agentrl.base.concurrency import Backoff, end_tasks
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.columns.outages import Outages
 from agentrl.documents.images import Image
@@ -634,7 +634,8 @@ class EngineRouter:
         elif not is_first and now - self._logged_at >= _LOG_SECONDS:
             self._logged_at = now
             log.warning("%s; waiting up to %.0f s more", why, deadline - now)
-        await asyncio.sleep(min(self._backoff * 2 ** min(attempt - 1, 4), max(deadline - now, 0.0)))
+        backoff = Backoff("an engine", self._backoff, 16 * self._backoff, attempts=attempt - 1)
+        await asyncio.sleep(min(backoff.next(), max(deadline - now, 0.0)))
 
     def generated(self) -> None:
         """Record that an engine has generated."""

@@ -18,10 +18,9 @@ from rich.console import Console, Group
 from agentrl.config.agreement import public_flags
 from agentrl.config.load import Configs
 from agentrl.config.schema import AdapterConfig, GroupConfig, ModelConfig, RunConfig, TrainConfig
-from agentrl.data.freshness import VersionSteps, freshness_of, weigh
+from agentrl.data.finalize_group import to_training_data
 from agentrl.data.planner import packing_problem
-from agentrl.data.stream import images_of
-from agentrl.data.trajectory_tree import to_training_data
+from agentrl.data.stream import VersionSteps, freshness_of, images_of, weigh
 from agentrl.documents.run import Evaluation, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.documents.task import task_key

@@ -16,12 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from agentrl.data.forest import TokenForest
 from agentrl.distributed.fsdp import local_part
 from agentrl.documents.images import Image
 from agentrl.documents.training import DBRecordData
-from agentrl.model.flops import Stopwatch
-from agentrl.model.forward import ForwardOptions
+from agentrl.model.logprobs import ForwardOptions
 from agentrl.train.step import PolicyTrainer, StepLoss, explain_out_of_memory, split_updates
 
 Images = Mapping[str, Image]
@@ -74,15 +72,13 @@ def likelihood_direction(
 
     With advantages that are scores less their mean, this is the policy gradient of the score. Blocks.
     """
-
-    def weighted(forest: TokenForest, logprobs: Tensor, _: Tensor) -> Tensor:
-        return (torch.from_numpy(forest.advantage).to(logprobs.device) * logprobs).sum()
-
     trainer.model.train()
     trainer.model.zero_grad(set_to_none=True)
     forests = trainer.pack(data, images=images)
     with explain_out_of_memory(trainer.memory, trainer.max_tokens):
-        trainer.model.forward_backward(forests, trainer.options, weighted, _watch(trainer))
+        for forest, (logprobs, *_) in trainer.model.micro_batches(forests, trainer.options):
+            advantage = torch.from_numpy(forest.advantage).to(logprobs.device)
+            torch.autograd.backward((advantage * logprobs).sum())
     parts = [
         (item, local_part(item.grad).float().clone())
         for item in trainer.model.parameters()
@@ -159,14 +155,10 @@ def _backward(
     options: ForwardOptions,
 ) -> None:
     """Leave the gradient of one trajectory's part of the loss, which has the derivatives ``slope``."""
-
-    def linear(forest: TokenForest, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    forests = trainer.pack([item], ages, images)
+    for forest, (logprobs, entropy) in trainer.model.micro_batches(forests, options):
         label = torch.from_numpy(forest.label).to(slope.device)
         part = (slope[0, label] * logprobs).sum()
-        return part + (slope[1, label] * entropy).sum() if options.entropy_gradient else part
-
-    trainer.model.forward_backward(trainer.pack([item], ages, images), options, linear, _watch(trainer))
-
-
-def _watch(trainer: PolicyTrainer) -> Stopwatch:
-    return Stopwatch(trainer.policy.model.device)
+        if options.entropy_gradient:
+            part = part + (slope[1, label] * entropy).sum()
+        torch.autograd.backward(part)

@@ -14,8 +14,17 @@ from agentrl.base.concurrency import end_tasks
 from agentrl.config.load import Configs
 from agentrl.config.schema import SamplingConfig, TrainConfig
 from agentrl.data.finalize_group import verifier
-from agentrl.data.freshness import Freshness, VersionSteps, freshness_of, weigh
-from agentrl.data.stream import STEP_SOURCES, StepData, Window, images_of, trajectory_means
+from agentrl.data.stream import (
+    STEP_SOURCES,
+    Freshness,
+    StepData,
+    VersionSteps,
+    Window,
+    freshness_of,
+    images_of,
+    trajectory_means,
+    weigh,
+)
 from agentrl.documents.images import Image
 from agentrl.documents.run import Relative
 from agentrl.documents.task import record_task

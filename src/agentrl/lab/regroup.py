@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pymongo import UpdateOne
 
+from agentrl.data.finalize_group import Decide
 from agentrl.documents.document import plain
 from agentrl.documents.record import ROLE_REWARDS, TURN_REWARDS, Record
 from agentrl.documents.status import ColumnStatus, DataStatus, RecordStatus, SlotStatus, TaskStatus, values
@@ -20,7 +21,7 @@ from agentrl.documents.task import CONVERSATIONS, FEEDBACK, Begin, Task
 from agentrl.errors import StoreError
 from agentrl.scoring.groups import FAILED
 from agentrl.store.epochs import ease_after_group
-from agentrl.store.groups import Decide, GroupOutcome, StoredGroup, read_group, settle_records
+from agentrl.store.groups import GroupOutcome, StoredGroup, read_group, settle_records
 from agentrl.store.mechanics import lease
 from agentrl.store.mechanics.blobs import Blobs, seal
 from agentrl.store.mechanics.connection import (

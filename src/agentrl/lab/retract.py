@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.base.atomic_folder import TEMPORARY, delete_folder, remove_leftovers
-from agentrl.base.permissions import allow
 from agentrl.base.processes import user_name
 from agentrl.base.registry import import_modules
+from agentrl.base.user_code import allow
 from agentrl.config.load import Configs
 from agentrl.config.schema import ClaimConfig, EngineConfig, RunConfig, TaskConfig
 from agentrl.data.finalize_group import decide_stored
@@ -144,8 +144,7 @@ async def go_back(store: Store, lease: HeldTrainerLease, found: Influence, roots
     what cannot be deleted.
     """
     if found.first is not None:
-        await store.policy_versions.withdraw_after(found.step, attempt=lease.attempt)
-        await store.steps.revert_after(found.step, attempt=lease.attempt)
+        await lease.go_back(found.step)
     deleted = await lease.discard([folder.name for folder in found.checkpoints])
     checkpoints = [folder for folder in found.checkpoints if folder.name in deleted]
     for folder in checkpoints:

@@ -35,8 +35,8 @@ from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from agentrl.base.atomic_folder import atomic_folder
-from agentrl.base.permissions import code_of_flags
 from agentrl.base.processes import has_ended, identify, is_observable
+from agentrl.base.user_code import code_of_flags
 from agentrl.documents.document import excerpt, now, plain
 from agentrl.documents.run import CHILD_PREFIX, SCHEMA, Maker
 from agentrl.errors import LeaseLostError, StoreError

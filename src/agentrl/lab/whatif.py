@@ -17,8 +17,7 @@ from rich.console import Console
 from agentrl.chat.model_folder import read_tokenizer_file
 from agentrl.config.load import Configs
 from agentrl.config.schema import LossConfig, ModelConfig, RunConfig, TrainConfig
-from agentrl.data.freshness import freshness_of
-from agentrl.data.stream import StepData
+from agentrl.data.stream import StepData, freshness_of
 from agentrl.documents.model_call import unpack_ids
 from agentrl.documents.run import Relative
 from agentrl.documents.training import DBRecordData, TrainStep, readable_checkpoints

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agentrl.base.permissions import allow
+from agentrl.base.user_code import allow
 from agentrl.config.flags import require
 from agentrl.config.load import Configs
 from agentrl.config.schema import GroupConfig, ModelConfig, RunConfig, TrainConfig

@@ -10,8 +10,7 @@ from types import NoneType
 from typing import Any, Protocol
 from urllib.parse import quote
 
-from agentrl.base.permissions import file_name, require_allowed
-from agentrl.base.user_code import describe
+from agentrl.base.user_code import describe, file_name, require_allowed
 from agentrl.base.validation import read_settings
 from agentrl.chat.chat_format import Message
 from agentrl.documents.document import replace_surrogates

@@ -17,10 +17,9 @@ from urllib.parse import parse_qsl
 
 from pydantic import Field
 
-from agentrl.base.permissions import allow
 from agentrl.base.process_pool import run_in_process
 from agentrl.base.registry import import_modules
-from agentrl.base.user_code import describe
+from agentrl.base.user_code import allow, describe
 from agentrl.base.validation import SettingsModel, read_config
 from agentrl.config.schema import TaskConfig
 from agentrl.documents.task import Task, scorer_weights

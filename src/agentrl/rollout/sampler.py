@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from agentrl.base.concurrency import Backoff
 from agentrl.columns.outages import LateServers, report_outages
 from agentrl.columns.pool import Pool, SlotLeases, bounded
 from agentrl.columns.scores import QueuedScores
@@ -39,8 +39,8 @@ FIRST_LAG_SECONDS, LAG_SECONDS = 0.125, 1.0
 _REST_SECONDS = 0.25
 """Changes within this time are coalesced: they wake a sampler once."""
 
-_MOST_MISSES = 4
-"""Largest number of consecutive claims without a slot that double the rest."""
+_LONGEST_REST_SECONDS = 4.0
+"""Each consecutive claim without a slot doubles the rest, up to this long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Sampler(SlotLeases):
         """Consecutive claims without a slot."""
         self._look_at = 0.0
         """Latest time of the next look for new groups (``time.monotonic``)."""
-        self._lag_delay = FIRST_LAG_SECONDS
+        self._lag = Backoff("engines to load a version", FIRST_LAG_SECONDS, LAG_SECONDS)
         self._lag_timer: asyncio.TimerHandle | None = None
         self._housekeeping = Housekeeping(
             store, finalizer, config.plan, split=config.split, claims=config.claims, made_work=self._changed
@@ -159,7 +159,7 @@ class Sampler(SlotLeases):
         if claim is None:
             if self._misses == 0:
                 self._housekeeping.work_ran_out()
-            self._misses = min(self._misses + 1, _MOST_MISSES)
+            self._misses += 1
             return []
         self._misses = 0
         self._has_claimed = True
@@ -203,10 +203,9 @@ class Sampler(SlotLeases):
         if self._lag_timer is not None:
             self._lag_timer.cancel()
         if isinstance(limit, GroupLimit) and limit.engines_lag:
-            self._lag_timer = asyncio.get_running_loop().call_later(self._lag_delay, self._changed)
-            self._lag_delay = min(2 * self._lag_delay, LAG_SECONDS)
+            self._lag_timer = asyncio.get_running_loop().call_later(self._lag.next(), self._changed)
         else:
-            self._lag_delay = FIRST_LAG_SECONDS
+            self._lag.reset()
         return limit
 
     def _freed(self) -> None:
@@ -220,7 +219,10 @@ class Sampler(SlotLeases):
             if await self.store.wait_for_change(*_WORK, timeout=_WATCH_SECONDS):
                 self._changed()
                 # Vary the rest, or all samplers that one change has woken claim again at the same moment.
-                await asyncio.sleep(_REST_SECONDS * 2**self._misses * random.uniform(0.5, 1))
+                rest = Backoff(
+                    "work", _REST_SECONDS, _LONGEST_REST_SECONDS, jitter=0.5, attempts=self._misses
+                )
+                await asyncio.sleep(rest.next())
 
     async def _watch_training(self) -> None:
         """Wake the sampler after a step or a policy version: both free capacity for groups."""

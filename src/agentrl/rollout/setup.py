@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from agentrl.base.permissions import allow, names_outside
 from agentrl.base.processes import stop_on_signals
 from agentrl.base.registry import import_modules
+from agentrl.base.user_code import allow, names_outside
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.model_folder import model_context_length, tokenizer_fingerprint
 from agentrl.chat.open_format import open_chat_format

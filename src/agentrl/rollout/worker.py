@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
-from agentrl.base.permissions import allow, is_allowed
 from agentrl.base.spans import Span
-from agentrl.base.user_code import contain, contain_call
+from agentrl.base.user_code import allow, contain, contain_call, is_allowed
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.columns.outages import Clock, Outages
 from agentrl.columns.scores import Scoring

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from agentrl.data.trajectory_tree import describe_share, mask_reason
+from agentrl.data.finalize_group import describe_share, mask_reason
 from agentrl.documents.document import now
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, strip_tool_results
 from agentrl.documents.record import CommandRun, Ending, HarnessRun, Record

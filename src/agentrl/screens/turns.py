@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from agentrl.data.trajectory_tree import mask_reason, why_untrained
+from agentrl.data.finalize_group import mask_reason, why_untrained
 from agentrl.documents.images import ImageRef, image_refs, text_of
 from agentrl.documents.model_call import (
     Branch,

@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.permissions import require_allowed
+from agentrl.base.user_code import require_allowed
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import TaskSource
 from agentrl.documents.task_json import BadTaskError

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.permissions import server_name
+from agentrl.base.user_code import server_name
 from agentrl.documents.document import excerpt
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import TaskSource

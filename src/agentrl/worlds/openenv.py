@@ -20,8 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from agentrl.base.permissions import server_name
 from agentrl.base.proxies import proxy_of
+from agentrl.base.user_code import server_name
 from agentrl.documents.document import excerpt
 from agentrl.documents.task import Task
 from agentrl.environments.environment import Environment, Observation, TaskRequest, environment

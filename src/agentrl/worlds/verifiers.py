@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agentrl.base.installation import clone
-from agentrl.base.permissions import call_name
+from agentrl.base.user_code import call_name
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Task
 from agentrl.environments.environment import Environment, TaskRequest, environment

@@ -26,7 +26,7 @@ from agentrl.errors import EngineError
 from agentrl.inference.engine import EngineRefusedError, malformed
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
-from agentrl.store.columns import read_columns
+from agentrl.store.groups import read_columns
 
 pytestmark = pytest.mark.integration
 

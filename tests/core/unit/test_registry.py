@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import agentrl
-from agentrl.base.permissions import allow
 from agentrl.base.registry import Registry
+from agentrl.base.user_code import allow
 from agentrl.chat.parsers.parser import get_parser
 from agentrl.errors import ConfigError
 from agentrl.rollout.agents import AGENTS

@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.screens.views.trajectories import Bounds, TrajectoryFilter
 from agentrl.store.claims import GroupLimit, Needs
-from agentrl.store.training_data import Spans, StaleVersions
+from agentrl.store.steps import Spans, StaleVersions
 
 VERSIONS = range(6)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from json_rows import write_rows
 
-from agentrl.base.permissions import allow
+from agentrl.base.user_code import allow
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import TaskSource, read_tasks
 from agentrl.documents.task_json import make_task

@@ -176,7 +176,7 @@ async def export_run(run: RunConfig, arguments: argparse.Namespace) -> int:
 
 async def import_run(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Verify the folder, fill the new database and print its contents."""
-    from agentrl.base.permissions import flags_allowing
+    from agentrl.base.user_code import flags_allowing
     from agentrl.lab.transfer import MANIFEST, Transfer
     from agentrl.observe.terminal import clean
     from agentrl.store.client import open_connection
@@ -354,8 +354,8 @@ def add_rescore(subparsers: Any) -> None:
 
 async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Score, write and print a table; return 1 if some Records could not be scored."""
-    from agentrl.base.permissions import allow
     from agentrl.base.registry import import_modules
+    from agentrl.base.user_code import allow
     from agentrl.documents.status import RecordStatus
     from agentrl.documents.task import scorer_weights
     from agentrl.lab.regroup import SCORED

@@ -235,8 +235,8 @@ def compare_samples(
     from agentrl.data.forest import ForestRouting, TokenForest, forest_from_sequences
     from agentrl.distributed.parallel_model import ParallelModel
     from agentrl.documents.model_call import SamplingMask, free_routing, unpack_routing
-    from agentrl.model.attention.executor import EXECUTORS
-    from agentrl.model.forward import ForwardOptions
+    from agentrl.model.attention import EXECUTORS
+    from agentrl.model.logprobs import ForwardOptions
 
     forest = forest_from_sequences(
         [sample.prompt + sample.output for sample in samples],

@@ -35,8 +35,7 @@ from agentrl.distributed.pipeline_stages import assign_model_layers, check_stage
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.local.plan.memory import ModelNumbers, PlannedModel, RankMemory, StepSpec, measure_step
 from agentrl.model.flops import Precision
-from agentrl.model.forward import ForwardOptions
-from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK
+from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK, ForwardOptions
 from agentrl.model.lora import add_adapter
 from agentrl.train.build import Checkpointing, checkpointing_mode
 from agentrl.train.optimizer import freeze

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from agentrl.base.permissions import file_name
 from agentrl.base.untrusted_folder import discard
+from agentrl.base.user_code import file_name
 from agentrl.documents.document import is_score, replace_surrogates
 from agentrl.documents.record import CommandRun, HarnessRun
 from agentrl.documents.task import Task

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
-from agentrl.base.permissions import call_name
+from agentrl.base.user_code import call_name
 from agentrl.base.validation import Positive, PositiveWhole, SettingsModel, Text, read_config
 from agentrl.documents.record import CommandRun, Ending
 

@@ -13,7 +13,7 @@ from ready_data import ready_data
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.finalize_group import verifier
 from agentrl.data.forest import forest_from_data
-from agentrl.data.freshness import Freshness
+from agentrl.data.stream import Freshness
 from agentrl.documents.record import TopLogprobs
 from agentrl.documents.status import ColumnStatus, RecordStatus, TaskStatus
 from agentrl.documents.training import DBRecordData
@@ -21,7 +21,7 @@ from agentrl.errors import LeaseLostError
 from agentrl.lab.transfer import Transfer
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store, open_connection
-from agentrl.store.columns import ColumnClaim
+from agentrl.store.groups import ColumnClaim
 
 pytestmark = pytest.mark.integration
 

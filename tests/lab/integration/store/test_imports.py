@@ -13,7 +13,7 @@ import pytest
 from db_command import agentrl_db
 from loaded_tasks import load_tasks
 
-from agentrl.base.permissions import is_allowed
+from agentrl.base.user_code import is_allowed
 from agentrl.cli.tasks import main
 from agentrl.config.load import Configs
 from agentrl.config.schema import AgentConfig, GroupConfig, RunConfig, TaskConfig, ToolConfig

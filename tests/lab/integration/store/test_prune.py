@@ -17,7 +17,7 @@ from agentrl.errors import ConfigError, StoreError
 from agentrl.lab.retention import Pruned, Retention
 from agentrl.store.client import Store
 from agentrl.store.mechanics import blobs
-from agentrl.store.training_data import StaleVersions
+from agentrl.store.steps import StaleVersions
 
 pytestmark = pytest.mark.integration
 

@@ -14,9 +14,8 @@ import small_run as run
 from ready_data import statuses
 from rich.console import Console
 
-from agentrl.data.freshness import Freshness
 from agentrl.data.planner import packing_problem
-from agentrl.data.stream import DataStream, StreamSettings
+from agentrl.data.stream import DataStream, Freshness, StreamSettings
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.status import DataStatus
 from agentrl.lab.check.checks import Checks

@@ -29,7 +29,7 @@ from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store import steps
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.connection import Connection
-from agentrl.store.training_data import StaleVersions
+from agentrl.store.steps import StaleVersions
 
 pytestmark = pytest.mark.integration
 

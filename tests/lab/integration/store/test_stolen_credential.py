@@ -17,9 +17,9 @@ from pymongo.asynchronous.database import AsyncDatabase
 from ready_data import ready_data
 
 import agentrl
-from agentrl.base.permissions import allow
+from agentrl.base.user_code import allow
 from agentrl.config.schema import GroupConfig, RunConfig
-from agentrl.data.finalize_group import GroupRules, verifier
+from agentrl.data.finalize_group import GroupRules, finalize_group, verifier
 from agentrl.documents.record import GatewaySession
 from agentrl.documents.run import Evaluation
 from agentrl.documents.status import EvaluationStatus
@@ -162,7 +162,7 @@ async def _score_without_a_slot(thief: Store, store: Store) -> None:
         {**document, "_id": f"{key}/0/9", "task": key, "attempt": 9, "score": 9.0}
     )
     with pytest.raises(StoreError, match="its slot is not scored by it"):
-        await store.groups.finalize(key, lambda *_: pytest.fail("the group was decided"))
+        await store.groups.to_decide(key)
 
 
 async def _forge_training_data(thief: Store, store: Store) -> None:
@@ -265,7 +265,7 @@ async def _choose_the_rules(thief: Store, store: Store) -> None:
     for value in (0.0, 1.0):
         await run.score(thief, await run.claim(thief), value)
     rules = GroupRules(config=GroupConfig(adv_scaling=50.0), seed=0)
-    assert await thief.groups.finalize(key, rules.decide)
+    assert await finalize_group(thief, key, rules)
     ready = [item for item in await ready_data(store, "train") if item.task == key]
     data = await store.training.fetch([item.id for item in ready])
     assert max(item.advantage for item in data) == 50.0

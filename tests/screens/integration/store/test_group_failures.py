@@ -11,6 +11,7 @@ from db_command import agentrl_db, violations
 from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig, RunConfig
+from agentrl.data import finalize_group
 from agentrl.data.finalize_group import GroupRules, verifier
 from agentrl.documents.document import now
 from agentrl.documents.status import RecordStatus, TaskStatus
@@ -21,7 +22,6 @@ from agentrl.scoring.groups import ScoredGroup, group_filter
 from agentrl.screens.snapshot import SnapshotReader
 from agentrl.screens.tables import render_tables
 from agentrl.screens.views.counts import Details
-from agentrl.store import groups
 from agentrl.store.client import Store
 from agentrl.store.groups import GroupOutcome, StoredGroup
 from agentrl.store.mechanics import blobs
@@ -187,7 +187,7 @@ async def test_a_filter_that_raises_fails_its_group_alone(store: Store) -> None:
 async def test_a_filter_that_hangs_fails_its_group_and_the_sampler_goes_on(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups, "DECIDE_SECONDS", 0.2)
+    monkeypatch.setattr(finalize_group, "DECIDE_SECONDS", 0.2)
     released = threading.Event()
 
     @group_filter("hangs")
