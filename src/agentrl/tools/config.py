@@ -274,7 +274,7 @@ file. Raises ConfigError for a value that is wrong, and for a sandbox that this 
 SERVER_SANDBOXES: Registry[Isolate] = Registry(
     "sandbox of tool servers",
     group="agentrl.server_sandboxes",
-    built_in=("agentrl.worlds.sandbox.isolation",),
+    built_in=("agentrl.worlds.sandbox.tool",),
 )
 
 

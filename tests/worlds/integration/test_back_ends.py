@@ -14,8 +14,13 @@ import pytest
 from fake_kubernetes import FakeKubernetes
 from rootfs_here import make_rootfs, rootfs_problem
 
-from agentrl.worlds.containers.container import CONTAINERS, Container, ContainerSpec, FilesTooLargeError
-from agentrl.worlds.sandbox.limits import Execution
+from agentrl.worlds.containers.container import (
+    CONTAINERS,
+    Container,
+    ContainerSpec,
+    Execution,
+    FilesTooLargeError,
+)
 
 pytestmark = [
     pytest.mark.integration,

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import ToolServerError
-from agentrl.worlds.sandbox.limits import SandboxLimits
 from agentrl.worlds.sandbox.linux import landlock_version
-from agentrl.worlds.sandbox.local import LAUNCHER, LocalSandbox, namespace_problem
+from agentrl.worlds.sandbox.local import LAUNCHER, LocalSandbox, SandboxLimits, namespace_problem
 
 pytestmark = pytest.mark.integration
 
@@ -392,7 +391,7 @@ async def test_files_of_the_user_cannot_be_read_nor_those_of_other_processes(
 SAMPLER = """
 import asyncio, sys
 from agentrl.worlds.sandbox.local import LAUNCHER
-from agentrl.worlds.sandbox.limits import SandboxLimits
+from agentrl.worlds.sandbox.local import SandboxLimits
 from agentrl.worlds.sandbox.local import LocalSandbox
 python = sys.argv[3] or None
 asyncio.run(LocalSandbox(SandboxLimits(seconds=60), isolation=sys.argv[1], python=python).run(sys.argv[2]))

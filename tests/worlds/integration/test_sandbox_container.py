@@ -15,11 +15,10 @@ import pytest
 from rootfs_here import make_rootfs, rootfs_problem
 
 from agentrl.errors import ConfigError, ToolServerError
-from agentrl.worlds.containers import sandbox
-from agentrl.worlds.containers.container import CONTAINERS, Container, ContainerSpec
-from agentrl.worlds.containers.sandbox import SandboxContainer
+from agentrl.worlds.containers.container import CONTAINERS, Container, ContainerSpec, Execution
+from agentrl.worlds.sandbox import container as sandbox
 from agentrl.worlds.sandbox import local
-from agentrl.worlds.sandbox.limits import Execution
+from agentrl.worlds.sandbox.container import SandboxContainer
 from agentrl.worlds.sandbox.local import LauncherProcess
 from agentrl.worlds.sandbox.program import descendants
 from agentrl.worlds.sandbox.rootfs import _is_running
@@ -117,7 +116,7 @@ async def test_it_ends_by_itself(rootfs: Path) -> None:
 KILLED = """
 import asyncio, sys
 from agentrl.worlds.containers.container import ContainerSpec
-from agentrl.worlds.containers.sandbox import SandboxContainer
+from agentrl.worlds.sandbox.container import SandboxContainer
 async def main():
     async with SandboxContainer(ContainerSpec(name="test", rootfs=sys.argv[1], seconds=60)) as box:
         await box.run(["/bin/sh", "-c", "exec 1>/dev/null 2>&1; sleep 4321 &"], seconds=10)

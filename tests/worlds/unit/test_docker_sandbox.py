@@ -11,9 +11,8 @@ from path_programs import stand_in
 
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.worlds.containers.docker import DockerClient, start_arguments
-from agentrl.worlds.sandbox.container import ContainerSandbox, program_container
-from agentrl.worlds.sandbox.limits import SandboxLimits
-from agentrl.worlds.sandbox.tool import open_sandbox
+from agentrl.worlds.sandbox.local import SandboxLimits
+from agentrl.worlds.sandbox.tool import ContainerSandbox, open_sandbox, program_container
 
 DOCKER = """#!{python}
 import os, sys

@@ -50,7 +50,7 @@ from agentrl.worlds.archives import (
     read_file,
     restore,
 )
-from agentrl.worlds.containers.container import CONTAINERS, FilesTooLargeError
+from agentrl.worlds.containers.container import CONTAINERS, Execution, FilesTooLargeError
 from agentrl.worlds.harbor.environment import Harbor, control
 from agentrl.worlds.harness.prepare import (
     SYSTEM_PATH,
@@ -63,7 +63,6 @@ from agentrl.worlds.harness.prepare import (
     arguments_of,
     prepare,
 )
-from agentrl.worlds.sandbox.limits import Execution
 from agentrl.worlds.sandbox.local import launch, uses_namespaces
 from agentrl.worlds.sandbox.namespaces import LOOPBACK, WORK
 from agentrl.worlds.sandbox.program import Job

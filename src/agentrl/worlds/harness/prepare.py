@@ -32,7 +32,7 @@ from agentrl.documents.record import Ending
 from agentrl.errors import ConfigError
 from agentrl.worlds.archives import write_beginning
 from agentrl.worlds.containers.container import CONTAINERS, ContainerSpec
-from agentrl.worlds.sandbox.limits import SandboxLimits
+from agentrl.worlds.sandbox.local import SandboxLimits
 from agentrl.worlds.sandbox.namespaces import WORK
 
 _RESERVED: Final = "AGENTRL_"
