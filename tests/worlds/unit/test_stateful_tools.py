@@ -14,8 +14,8 @@ import pytest
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError, FailureError, OutageError, ToolServerError, tool_server
-from agentrl.tools.config import StdioSpec, load_tools
-from agentrl.tools.pool import ToolPool
+from agentrl.tools.config import StdioSpec
+from agentrl.tools.pool import ToolPool, load_tools
 from agentrl.tools.python import StatefulTool, StatefulTools
 from agentrl.tools.tool import TrajectoryInfo, function_schema
 
