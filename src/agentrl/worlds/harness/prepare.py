@@ -261,13 +261,6 @@ def build_base(config: HarnessConfig, target: Path) -> None:
         )
 
 
-def keep_until_exit() -> Path:
-    """Return a new folder that is deleted when this process ends."""
-    folder = scratch_folder("harness")
-    atexit.register(discard, folder)
-    return folder
-
-
 @contextmanager
 def _source(config: HarnessConfig) -> Iterator[Path | None]:
     """Yield the folder that the working directory is copied from; None for an empty one."""
@@ -354,7 +347,9 @@ def _prepare(config: HarnessConfig) -> Prepared:
             f"{config.source}: pass_environment names {missing[0]!r}, which is not set",
             hint=f"export {missing[0]}=…",
         )
-    base = keep_until_exit() / "base.tar"
+    folder = scratch_folder("harness")
+    atexit.register(discard, folder)
+    base = folder / "base.tar"
     build_base(config, base)
     unique = sorted({os.path.normpath(folder) for folder in visible})  # a folder before what it holds
     return Prepared(config, base, tuple(dict.fromkeys(own)), tuple(unique))
