@@ -26,8 +26,7 @@ from agentrl.errors import ModelError, PublishError
 from agentrl.model.load import Policy
 from agentrl.train.optimizer import optimizer_state, write_optimizer
 from agentrl.train.step import PolicyTrainer, StepResult
-from agentrl.weights.delta import SUFFIX, encode
-from agentrl.weights.difference import Rounding
+from agentrl.weights.delta import SUFFIX, Rounding, encode
 from agentrl.weights.folder import ADAPTER_WEIGHTS, checksums, complete_folder
 from agentrl.weights.live import LiveHolder
 from agentrl.weights.snapshot import (

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.base.atomic_folder import begin_folder, discard_folder
-from agentrl.base.concurrency import wait_for_any
+from agentrl.base.concurrency import Backoff, wait_for_any
 from agentrl.base.device_lease import DeviceLease
 from agentrl.base.folder_owner import confirm
 from agentrl.base.spans import tracer
@@ -236,7 +236,7 @@ class Publisher:
         """
         progress = self.progress
         deadline = time.monotonic() + self.config.publish_wait_seconds
-        pause = _FIRST_PAUSE
+        backoff = Backoff("a version to be published", _FIRST_PAUSE, _LONGEST_PAUSE)
         while (ahead := progress.step - progress.published_step) > self.max_staleness:
             if self.flight is not None and not self.flight.task.done():
                 await self._end_version()
@@ -250,8 +250,7 @@ class Publisher:
                     " retrying for %.0f s: %s",
                     progress.step, ahead, progress.version, self.max_staleness, left, self.failure,
                 )  # fmt: skip
-                await wait_for_any(self.stop, self.lease.lost, timeout=min(pause, max(left, 0.0)))
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                await wait_for_any(self.stop, self.lease.lost, timeout=min(backoff.next(), max(left, 0.0)))
                 self.failure = None
             async with self.turns.turn():
                 await self._begin()

@@ -33,8 +33,8 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.config.training import SFTConfig
+from agentrl.data.finalize_group import to_training_data
 from agentrl.data.forest import chain
-from agentrl.data.trajectory_tree import to_training_data
 from agentrl.distributed.accelerate_config import with_launch_settings
 from agentrl.distributed.mesh import World, launched_world
 from agentrl.documents.images import MARKER, Image

@@ -31,9 +31,8 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.data.finalize_group import verifier
-from agentrl.data.freshness import freshness_of
 from agentrl.data.planner import packing_problem
-from agentrl.data.stream import STEP_SOURCES, DataStream, StepSource, StreamSettings
+from agentrl.data.stream import STEP_SOURCES, DataStream, StepSource, StreamSettings, freshness_of
 from agentrl.distributed.accelerate_config import with_launch_settings
 from agentrl.distributed.mesh import World, launched_world
 from agentrl.documents.status import TrainerEnd

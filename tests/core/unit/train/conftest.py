@@ -19,8 +19,7 @@ from training_data import group, training_configs
 from agentrl.base.device_lease import DeviceLease
 from agentrl.base.folder_owner import Owner
 from agentrl.config.schema import ModelConfig, OptimConfig, RunConfig, TrainConfig
-from agentrl.data.freshness import Freshness
-from agentrl.data.stream import DataStream, StreamSettings
+from agentrl.data.stream import DataStream, Freshness, StreamSettings
 from agentrl.distributed.mesh import leave_processes, single_process
 from agentrl.observe.progress import StepView
 from agentrl.observe.trackers import open_trackers
