@@ -38,8 +38,7 @@ from fake_gpu.cases import Case, step_spec
 from fake_gpu.fake_cuda import GpuMemory, Recorder, cuda_stubs
 from fake_gpu.fake_rank import balance_experts, fake_mesh
 from fake_gpu.layer_kinds import Depth, Peaks, extrapolate
-from fake_gpu.memory_tracker import MemoryTracker
-from fake_gpu.phases import watch_phases
+from fake_gpu.memory_tracker import MemoryTracker, watch_phases
 from fake_gpu.rank_step import StepSpec, build_model, owned_tensors, planned_memory
 
 

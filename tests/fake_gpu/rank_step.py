@@ -39,8 +39,7 @@ from agentrl.train.optimizer import build_optimizer, freeze
 from agentrl.train.step import token_batch
 from fake_gpu.fake_rank import balance_experts, fake_mesh, rank_of
 from fake_gpu.layer_kinds import Depth, Peaks, extrapolate, keep_layers, stage_layers
-from fake_gpu.memory_tracker import MemoryTracker, Storages
-from fake_gpu.phases import watch_phases
+from fake_gpu.memory_tracker import MemoryTracker, Storages, watch_phases
 
 
 @dataclass(frozen=True, kw_only=True)
