@@ -15,7 +15,7 @@ from agentrl.documents.status import DataStatus, StepStatus, TrainerEnd, Version
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TokenStatistics, TrainStep
 from agentrl.errors import LeaseLostError
-from agentrl.store.training_data import StaleVersions
+from agentrl.store.steps import StaleVersions
 
 
 def engine(**changes: Any) -> InferenceService:

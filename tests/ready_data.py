@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from agentrl.documents.training import DBRecordData
 from agentrl.store.client import Store
+from agentrl.store.groups import GroupOutcome, StoredGroup
 
 
 async def ready_data(store: Store, split: str = "train", *, step: int | None = None) -> list[DBRecordData]:
@@ -23,3 +25,9 @@ async def statuses(store: Store, collection: str = "DBRecordData") -> Counter[st
     """Status → the documents of the train split, of training data or another collection."""
     documents = store.database[collection].find({"split": "train"}, {"status": 1})
     return Counter([document["status"] async for document in documents])
+
+
+async def finalize(store: Store, task_id: str, decide: Callable[[StoredGroup], GroupOutcome]) -> bool:
+    """Finalize a group by ``decide``, as ``finalize_group`` does by the rules of a run."""
+    group = await store.groups.to_decide(task_id)
+    return group is not None and await store.groups.finalize(group, decide(group))

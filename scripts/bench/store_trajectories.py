@@ -80,7 +80,9 @@ async def trajectory(store: Store) -> bool:
     await store.records.advance(claim, RecordStatus.COMPLETED, final_answer="1889", stop_reason="answered")
     await store.records.advance(claim, RecordStatus.SCORING)
     if await store.attempts.score(claim, 1.0) is TaskStatus.WAITING:
-        await store.groups.finalize(claim.task.id, decide)
+        group = await store.groups.to_decide(claim.task.id)
+        if group is not None:
+            await store.groups.finalize(group, decide(group))
     return True
 
 

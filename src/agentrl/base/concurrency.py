@@ -1,5 +1,7 @@
 """Run asyncio tasks and blocking functions beside other work; end them without losing their errors.
 
+``Backoff`` says how long they wait before they try again.
+
 Why not ``asyncio.to_thread``? All callers share its cores + 4 threads, and a call that hangs keeps its thread
 also after its time limit: a few hung tools would stop every tool, scorer and database call of the process.
 Its time limit runs while a call waits for a thread. And Python waits for such threads when it exits.
@@ -9,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar, copy_context
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
@@ -66,6 +70,42 @@ def within_cpu(seconds: float, function: Callable[..., T], *arguments: Any) -> T
         is_running = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
+
+
+@dataclass(slots=True)
+class Backoff:
+    """The seconds to wait between attempts at one thing: ``first``, then ``factor`` times more each time.
+
+    ``jitter`` is the share of each wait that is random: what fails for many at once must not be tried again
+    by all of them at the same moment.
+    """
+
+    what: str
+    """What is waited for, for the log at level DEBUG."""
+    first: float
+    longest: float
+    factor: float = 2.0
+    jitter: float = 0.0
+    attempts: int = 0
+    """Waits since the start, or since ``reset``."""
+    seconds: float = 0.0
+    """The wait that ``next`` returned last."""
+
+    def next(self) -> float:
+        """Return how long to wait now."""
+        try:
+            seconds = min(self.longest, self.first * float(self.factor) ** self.attempts)
+        except OverflowError:
+            # An outage of a night has thousands of attempts: no float holds the power.
+            seconds = self.longest if self.first else 0.0
+        self.attempts += 1
+        self.seconds = seconds * random.uniform(1 - self.jitter, 1)
+        logger.debug("waiting %.3g s for %s", self.seconds, self.what)
+        return self.seconds
+
+    def reset(self) -> None:
+        """Begin again with ``first``: an attempt has succeeded."""
+        self.attempts = 0
 
 
 _current: ContextVar[Deadline | None] = ContextVar("agentrl_deadline", default=None)

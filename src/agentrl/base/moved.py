@@ -11,14 +11,18 @@ from types import ModuleType
 from typing import Final
 
 MOVED: Final = {
+    "agentrl.base.permissions": "agentrl.base.user_code",
     "agentrl.containers": "agentrl.worlds.containers",
     "agentrl.containers.base": "agentrl.worlds.containers.container",
+    "agentrl.rollout.context": "agentrl.rollout.agents",
     "agentrl.rollout.langgraph": "agentrl.worlds.langgraph",
     "agentrl.rollout.langgraph.agent_graph": "agentrl.worlds.langgraph",
     "agentrl.rollout.langgraph.chat_model": "agentrl.worlds.langgraph",
     "agentrl.tools.sandbox": "agentrl.worlds.sandbox",
     "agentrl.tools.stateful": "agentrl.tools.python",
     "agentrl.weights.model_folder": "agentrl.weights.folder",
+    "agentrl.worlds.containers.sandbox": "agentrl.worlds.sandbox.container",
+    "agentrl.worlds.sandbox.limits": "agentrl.worlds.containers.container",
 }
 """Earlier name → name; what lies below a package moved with it."""
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+from agentrl.base.concurrency import Backoff
 from agentrl.errors import AgentRLError, ConfigError
 
 _PR_SET_PDEATHSIG = 1
@@ -513,7 +514,7 @@ class Supervisor:
                 f" {exit_reason(member.log)}",
                 hint=_see(member.log),
             )
-        delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (member.restarts - 1))
+        delay = Backoff(member.name, _FIRST_DELAY, _LONGEST_DELAY, attempts=member.restarts - 1).next()
         member.restart_at = time.monotonic() + delay
         self._report(
             f"{member.name} ended with exit code {code}; restarting it in {delay:g} s:"

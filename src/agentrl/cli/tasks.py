@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from agentrl.base.permissions import flags_allowing
+from agentrl.base.user_code import flags_allowing
 from agentrl.config.load import CommandParser, group_of
 from agentrl.config.run import DATABASE_FLAGS
 from agentrl.config.schema import ContainerConfig, JsonFlags, ModelConfig, RunConfig, TaskConfig, flag

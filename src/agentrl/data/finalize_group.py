@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.base.concurrency import DECISION_THREADS, time_limit
 from agentrl.config.training import RIGHT_THRESHOLD, GroupConfig
 from agentrl.documents.document import shortened
 from agentrl.documents.images import ImageSpan
@@ -38,12 +39,13 @@ from agentrl.documents.model_call import (
 from agentrl.documents.record import Column, Record, TokenColumns
 from agentrl.documents.sampling import COLDEST, distribution_params
 from agentrl.documents.status import CallStatus, ColumnStatus, RecordStatus, SlotStatus, TaskStatus
-from agentrl.documents.task import Task
+from agentrl.documents.task import CONVERSATIONS, Task
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan, earned_advantage
-from agentrl.errors import AgentRLError, StoreError, StoreUnavailableError
+from agentrl.errors import AgentRLError, GroupError, StoreError, StoreUnavailableError
 from agentrl.scoring.groups import (
     BUILT_IN,
     Decision,
+    alone,
     decide_group,
     dropped_by_filter,
     filtered_of,
@@ -51,7 +53,7 @@ from agentrl.scoring.groups import (
     rules_of,
     summarize,
 )
-from agentrl.store.groups import Decide, GroupOutcome, RecordOutcome, StoredGroup, slot_problem
+from agentrl.store.groups import GroupOutcome, RecordOutcome, StoredGroup, slot_problem
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -66,8 +68,13 @@ _SHOWN: Final = 60
 """Characters of a parameter's value in a reason."""
 TRAIN_SPLIT: Final = "train"
 
+DECIDE_SECONDS: Final = 120.0
+"""Time limit of the decision on one group: a user's filter may hang."""
+
 _LISTED: Final = 8
 """Largest number of parameters listed in a summary or a reason."""
+Decide = Callable[[StoredGroup], GroupOutcome]
+"""A pure function, which may run twice."""
 Verify = Callable[[Sequence[DBRecordData]], Awaitable[dict[str, str]]]
 """Training data → the groups that fail verification: {task: problem}."""
 _TOLERANCE = 1e-9
@@ -520,6 +527,32 @@ class GroupRules:
         elif masked:
             why = f"no model call to train: {_listed(masked)}, which the engine's logprobs leave out"
         return _abandoned(record, why, masked)
+
+
+async def finalize_group(
+    store: Store, task_id: str, rules: GroupRules, columns: Sequence[str] = ()
+) -> GroupOutcome | None:
+    """Read a group, decide it by ``rules`` in a thread and store the outcome, which is returned.
+
+    None if it is not waiting, if it waits for one of ``columns``, or if another process finalized it first.
+    Nothing is written if the decision raises. Raises GroupError after ``DECIDE_SECONDS``; the thread goes on.
+    """
+    group = await store.groups.to_decide(task_id, columns)
+    if group is None:
+        return None
+    if group.task.epoch == CONVERSATIONS:
+        rules = replace(rules, config=alone(rules.config))
+    outcome: GroupOutcome
+    try:
+        # Decide in a thread: it converts a whole group, and calls users' filters and estimators.
+        async with time_limit(DECIDE_SECONDS):
+            outcome = await DECISION_THREADS.run(rules.decide, group)
+    except TimeoutError as error:
+        raise GroupError(
+            f"the decision on group {task_id} took longer than {DECIDE_SECONDS:g} s",
+            hint="make sure that the --group_filter returns; it must not wait for anything",
+        ) from error
+    return outcome if await store.groups.finalize(group, outcome) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from agentrl.documents.record import TokenColumns
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData, StepOrigin, TrainableSpan
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.store.training_data import ReadyMember, StaleVersions
+from agentrl.store.steps import ReadyMember, StaleVersions
 
 if TYPE_CHECKING:
     from agentrl.data.finalize_group import Verify
@@ -331,7 +331,7 @@ class OpenSource(Protocol):
 
 
 STEP_SOURCES: Registry[OpenSource] = Registry(
-    "step source", group="agentrl.step_sources", built_in=("agentrl.lab.recorded",)
+    "step source", group="agentrl.step_sources", built_in=("agentrl.lab.whatif_run",)
 )
 """By the kinship of a run to its parent, for those that do not train what they sample."""
 

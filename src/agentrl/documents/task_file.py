@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeVar, cast, overload
 
-from agentrl.base.permissions import file_name, names_outside
 from agentrl.base.registry import Registry
+from agentrl.base.user_code import file_name, names_outside
 from agentrl.documents.document import shortened
 from agentrl.documents.images import Image
 from agentrl.documents.task import Task, scorer_weights

@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from agentrl.base.concurrency import end_tasks
+from agentrl.base.concurrency import Backoff, end_tasks
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import (
@@ -47,8 +47,10 @@ from agentrl.inference.engine import (
     adapter_version,
 )
 from agentrl.inference.engines.clients import engine_client
-from agentrl.rollout.outages import Outages
 from agentrl.store.mechanics.retry import log_store_errors
+
+if TYPE_CHECKING:
+    from agentrl.columns.outages import Outages
 
 log = logging.getLogger(__name__)
 
@@ -634,7 +636,8 @@ class EngineRouter:
         elif not is_first and now - self._logged_at >= _LOG_SECONDS:
             self._logged_at = now
             log.warning("%s; waiting up to %.0f s more", why, deadline - now)
-        await asyncio.sleep(min(self._backoff * 2 ** min(attempt - 1, 4), max(deadline - now, 0.0)))
+        backoff = Backoff("an engine", self._backoff, 16 * self._backoff, attempts=attempt - 1)
+        await asyncio.sleep(min(backoff.next(), max(deadline - now, 0.0)))
 
     def generated(self) -> None:
         """Record that an engine has generated."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 import secrets
 import time
@@ -19,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import httpx2
 
-from agentrl.base.concurrency import Deadline
+from agentrl.base.concurrency import Backoff, Deadline
 from agentrl.base.proxies import ProxiedTransport
 from agentrl.base.spans import NO_SPAN, Attributes, Span, tracer
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
@@ -529,9 +530,13 @@ class _Question(Generic[T]):
         """Ask one model, until ``share`` seconds have passed; return None if it gave no answer."""
         endpoint, until = client.endpoint, self.deadline.left() - share
         problem: str = "no time was left for it"
-        for number in range(self.section.max_retries):
-            delay = self.section.retry_delay * self.section.backoff_factor ** (number - 1) if number else 0.0
-            delay = max(delay, client.limits.paused_seconds())
+        section = self.section
+        # Vary it: all scorers of a process are refused at one moment, and would come back at one.
+        backoff = Backoff(
+            endpoint.model, section.retry_delay, math.inf, factor=section.backoff_factor, jitter=0.25
+        )
+        for number in range(section.max_retries):
+            delay = max(backoff.next() if number else 0.0, client.limits.paused_seconds())
             if self.deadline.left() - until < delay + _LEAST_SECONDS:
                 if client.limits.paused_seconds() > 0:
                     problem = f"it asks for a pause of {delay:.3g} s"

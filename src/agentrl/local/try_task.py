@@ -32,8 +32,7 @@ from agentrl.documents.task import CONTENT, Claim, Slot, Task, scorer_weights, t
 from agentrl.documents.task_file import HUB, TaskSource, kind_of_name
 from agentrl.documents.task_json import BadTaskError, image_sources, make_task, parse, read_images
 from agentrl.documents.task_presets import TaskRows
-from agentrl.environments.environment import use_containers
-from agentrl.environments.session import open_environment
+from agentrl.environments.environment import open_environment, use_containers
 from agentrl.errors import ConfigError, FailureError, LeaseLostError, StoreError, TaskFileError
 from agentrl.inference.engine import Generation, Held
 from agentrl.llm.agent_config import load_judge
@@ -58,9 +57,9 @@ _PREFIX = "agentrl_try"
 _AT_ONCE = 1e-9
 """A wait in seconds that is over at once: flags allow no 0."""
 _SPARE_SECONDS = 60.0
+"""Time that the claim of the trajectory outlives its time limits; nothing renews it."""
 _END_SECONDS = 120.0
 """Time for the end of a trajectory that is cancelled: hooks, and the removal of a container."""
-"""Time that the claim of the trajectory outlives its time limits; nothing renews it."""
 
 
 class _TrialWorker(Worker):

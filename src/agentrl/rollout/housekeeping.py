@@ -7,26 +7,24 @@ import gc
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from agentrl.columns.pool import Pool
 from agentrl.config.schema import ClaimConfig, GroupConfig
-from agentrl.data.finalize_group import TRAIN_SPLIT, GroupRules
+from agentrl.data.finalize_group import TRAIN_SPLIT, GroupRules, finalize_group
 from agentrl.documents.record import Failure
 from agentrl.documents.status import TaskStatus
-from agentrl.documents.task import CONVERSATIONS, Claim
+from agentrl.documents.task import Claim
 from agentrl.errors import LeaseLostError, StoreUnavailableError
-from agentrl.rollout.agent_io import failure_text
-from agentrl.rollout.held_claims import HeldClaims
-from agentrl.scoring.groups import alone
+from agentrl.observe.logging import failure_text
 from agentrl.store.mechanics.connection import COLUMN, STEP
 from agentrl.store.mechanics.retry import log_store_errors
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
-    from agentrl.store.groups import GroupOutcome, StoredGroup
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +76,7 @@ class GroupFinalizer:
         Raises StoreUnavailableError only; an outage does not count as an attempt.
         """
         try:
-            done = await self._store.groups.finalize(task_id, self._decide, self.columns)
+            outcome = await finalize_group(self._store, task_id, self._rules, self.columns)
         except StoreUnavailableError:
             raise
         # Contain what a filter or an estimator raises: one group must not stop all those behind it.
@@ -86,17 +84,15 @@ class GroupFinalizer:
             logger.exception("group not finalized", extra={"task": task_id})
             await self._failed(task_id, error)
             return False
-        if done:
-            logger.info("group finalized", extra={"task": task_id})
-        return done
+        if outcome is None:
+            return False
+        logger.info("group finalized", extra={"task": task_id})
+        self._log_masked(task_id, outcome.summary)
+        return True
 
-    def _decide(self, group: StoredGroup) -> GroupOutcome:
-        """Decide the group; log once per sampling parameter that it masks model calls."""
-        rules = self._rules
-        if group.task.epoch == CONVERSATIONS:
-            rules = replace(rules, config=alone(rules.config))
-        outcome = rules.decide(group)
-        for masked in outcome.summary.get("masked_calls", ()):
+    def _log_masked(self, task_id: str, summary: Mapping[str, Any]) -> None:
+        """Log once per sampling parameter that it masks model calls."""
+        for masked in summary.get("masked_calls", ()):
             name = masked["because"].partition(" ")[0]
             if name not in self._logged:
                 self._logged.add(name)
@@ -104,9 +100,8 @@ class GroupFinalizer:
                     "model calls sampled with %s are recorded and not trained: the engine's logprobs leave it"
                     " out (`agentrl audit record`, Task.group.masked_calls)",
                     masked["because"],
-                    extra={"task": group.task.id, "calls": masked["calls"]},
+                    extra={"task": task_id, "calls": masked["calls"]},
                 )
-        return outcome
 
     async def _failed(self, task_id: str, error: Exception) -> None:
         """Count the failed attempt. If that fails too, the group is retried and the others continue."""
@@ -137,8 +132,8 @@ Each round waits up to twice as long, at random, so that samplers do not all rea
 _MOST_QUIET = 3
 """Largest number of idle rounds that double the wait."""
 
-LOAD_WARNING_SECONDS = 60.0
-"""Interval of warnings that the split's tasks are not completely loaded."""
+FIRST_WARNING_SECONDS, LOAD_WARNING_SECONDS = 5.0, 60.0
+"""Time until the first warning that the split's tasks are not completely loaded; interval of the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +158,6 @@ class Housekeeping:
         split: str,
         claims: ClaimConfig,
         made_work: Callable[[], None],
-        first_warning_seconds: float,
     ) -> None:
         """``made_work`` is called when new work may be claimable."""
         self._store = store
@@ -175,7 +169,7 @@ class Housekeeping:
         self._finalizing = asyncio.Lock()
         self._has_ended = asyncio.Event()
         self._lacks_work = asyncio.Event()
-        self._warn_at = time.monotonic() + first_warning_seconds
+        self._warn_at = time.monotonic() + FIRST_WARNING_SECONDS
         """Earliest time of the next warning about tasks that are not loaded (``time.monotonic``)."""
 
     def trajectory_ended(self) -> None:
@@ -292,7 +286,7 @@ class Tails:
     finalized with the trajectories that have a score.
     """
 
-    def __init__(self, store: Store, held: HeldClaims, after_steps: int) -> None:
+    def __init__(self, store: Store, held: Pool[Claim], after_steps: int) -> None:
         self._store = store
         self._held = held
         self._after_steps = after_steps

@@ -17,18 +17,22 @@ from urllib.parse import parse_qsl
 
 from pydantic import Field
 
-from agentrl.base.permissions import allow
 from agentrl.base.process_pool import run_in_process
 from agentrl.base.registry import import_modules
-from agentrl.base.user_code import describe
+from agentrl.base.user_code import allow, describe
 from agentrl.base.validation import SettingsModel, read_config
 from agentrl.config.schema import TaskConfig
 from agentrl.documents.task import Task, scorer_weights
 from agentrl.documents.task_file import Item, ReadResult, TaskSource, open_task_source, read_tasks
 from agentrl.documents.task_json import BadTaskError
 from agentrl.documents.task_presets import TaskRows
-from agentrl.environments.environment import ENVIRONMENTS, Environment, TaskRequest
-from agentrl.environments.session import environment_names, names_of
+from agentrl.environments.environment import (
+    ENVIRONMENTS,
+    Environment,
+    TaskRequest,
+    environment_names,
+    names_of,
+)
 from agentrl.errors import AgentRLError, ScorerError, TaskEnvironmentError, TaskFileError, nearest
 from agentrl.observe.terminal import clean
 from agentrl.rollout.preflight import TaskNames, unusable_environments

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from bson import ObjectId
 from pymongo import ASCENDING, DESCENDING, ReturnDocument, UpdateOne
 from pymongo.errors import DuplicateKeyError, PyMongoError
 
+from agentrl.base.concurrency import Backoff
 from agentrl.documents.record import Failure
 from agentrl.documents.run import ADMISSION
 from agentrl.documents.status import (
@@ -39,12 +39,12 @@ from agentrl.store.mechanics.connection import (
     Connection,
     Json,
     Repository,
+    WriteCoalescer,
     abort,
     database_call,
     use_session,
 )
 from agentrl.store.mechanics.lease import FREE, QUEUED, literal, lost_claims
-from agentrl.store.mechanics.write_coalescer import WriteCoalescer
 from agentrl.store.records import CompletedGroups, end_records, queue_sampled
 
 _TRANSIENT = "TransientTransactionError"
@@ -255,8 +255,8 @@ class GroupAdmission(Repository):
         return groups
 
 
-_PAUSES = [min(0.002 * 2**number, 0.2) for number in range(40)]
-"""Upper bound of the random pause, in seconds, after each admission that another claimer won."""
+_ADMISSIONS = 40
+"""Attempts to admit a group that another claimer may win."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,9 +337,9 @@ class Claims(Repository):
         return await self._connection.transaction(write)
 
     @database_call
-    async def unscored(self, split: str) -> int:
-        """Return the number of sampled trajectories that wait for a score."""
-        return await count_unscored(self._connection, split)
+    async def unscored(self, split: str, only_scorer: str | None = None) -> int:
+        """Return the number of sampled trajectories that wait for a score, or for that of ``only_scorer``."""
+        return await count_unscored(self._connection, split, only_scorer)
 
     @database_call
     async def heartbeat(self, claims: Sequence[Claim], lease_seconds: float) -> list[Claim]:
@@ -404,7 +404,9 @@ class Claims(Repository):
     async def _claim_from_one_group(self, request: ClaimRequest, owners: Sequence[str]) -> list[Claim]:
         """Claim slots of one Task for as many of ``owners`` as it has; empty if there is nothing to claim."""
         update = lease.claim_slots(lease.OPEN, owners, request.lease_seconds)
-        for longest_pause in _PAUSES:
+        # Pause at random: those that lost a race together would meet again at once.
+        race = Backoff("another claimer's admission", 0.002, 0.2, jitter=1.0)
+        for _ in range(_ADMISSIONS):
             task = await self._take(_open_slots(request, TaskStatus.RUNNING), update, request.selection)
             if task is not None:
                 return lease.new_claims(task, owners)
@@ -414,8 +416,7 @@ class Claims(Repository):
                 ):
                     break
             except AdmissionRacedError:
-                # Pause at random: those that lost a race together would meet again at once.
-                await asyncio.sleep(random.uniform(0, longest_pause))
+                await asyncio.sleep(race.next())
         else:
             return []
         # Claim a created group itself: without a limit nobody counts open groups, and nobody admits any.
@@ -477,12 +478,15 @@ async def live_claims(connection: Connection, split: str | None = None) -> dict[
     return {group["_id"]: int(group["claims"]) for group in groups}
 
 
-async def count_unscored(connection: Connection, split: str) -> int:
-    """Return the number of sampled trajectories of a split that wait for a scorer; people may take days."""
+async def count_unscored(connection: Connection, split: str, only_scorer: str | None = None) -> int:
+    """Return the number of sampled trajectories of a split that wait for a scorer.
+
+    Those that wait for people, who may take days, count only if ``only_scorer`` names them.
+    """
     waits = {"$filter": {"input": "$slots", "as": "slot", "cond": lease.SAMPLED}}
     query: Json = {
         "split": split, "status": TaskStatus.RUNNING.value, "slots.status": SlotStatus.SAMPLED.value,
-        "scorer": {"$ne": FEEDBACK},
+        "scorer": {"$ne": FEEDBACK} if only_scorer is None else only_scorer,
     }  # fmt: skip
     total = {"$group": {"_id": None, "count": {"$sum": {"$size": waits}}}}
     groups = await (await connection.collection(TASK).aggregate([{"$match": query}, total])).to_list()

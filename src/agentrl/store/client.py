@@ -18,11 +18,10 @@ from pymongo.errors import PyMongoError
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, RunMissingError, StoreError
 from agentrl.store.claims import Claims, ExpiredLeases
-from agentrl.store.columns import Columns
 from agentrl.store.epochs import Epochs
 from agentrl.store.evaluations import Evaluations
 from agentrl.store.gateways import Conversations, Gateways, Labels
-from agentrl.store.groups import Groups
+from agentrl.store.groups import Columns, Groups
 from agentrl.store.mechanics.change_stream import Changes
 from agentrl.store.mechanics.connection import DATABASE_SERVERS, TASK, Connection, LocalServer, RunFence
 from agentrl.store.mechanics.retry import PastOutage
@@ -32,9 +31,8 @@ from agentrl.store.records import Attempts, Records
 from agentrl.store.schema import holds_run, open_schema
 from agentrl.store.services import OutageRecords, Services
 from agentrl.store.settings import Ancestry, Imports, Settings, Withdrawals
-from agentrl.store.steps import Steps
+from agentrl.store.steps import Steps, Training
 from agentrl.store.tasks import Tasks
-from agentrl.store.training_data import Training
 
 logger = logging.getLogger(__name__)
 

@@ -38,10 +38,10 @@ from agentrl.store.mechanics.connection import (
     Connection,
     Json,
     Repository,
+    WriteCoalescer,
     database_call,
 )
 from agentrl.store.mechanics.lease import after, expired, literal, live
-from agentrl.store.mechanics.write_coalescer import WriteCoalescer
 from agentrl.store.records import new_record
 
 _WRITES = {"insert", "update", "remove"}

@@ -1,35 +1,49 @@
-"""Finalize groups: turn the scored Records of a complete Task into training data, exactly once."""
+"""Finalize groups: turn the scored Records of a complete Task into training data, exactly once.
+
+A group may wait for the columns of its Records: values that another process fills in before training.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from pymongo import ASCENDING, ReturnDocument, UpdateOne
 
-from agentrl.base.concurrency import DECISION_THREADS, time_limit
 from agentrl.documents.document import plain
-from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.record import Column, Record, column_key
-from agentrl.documents.status import RECORD_EDGES, RecordStatus, SlotStatus, TaskStatus, sources
+from agentrl.documents.model_call import DispatchedSamplingTask, pack_floats
+from agentrl.documents.record import Column, Record, TopLogprobs, column_key
+from agentrl.documents.status import (
+    RECORD_EDGES,
+    ColumnStatus,
+    RecordStatus,
+    SlotStatus,
+    TaskStatus,
+    sources,
+    values,
+)
 from agentrl.documents.task import Begin, Task
 from agentrl.documents.training import DBRecordData
-from agentrl.errors import GroupError, StoreError
+from agentrl.errors import LeaseLostError, StoreError
 from agentrl.scoring.groups import FAILED, summarize
 from agentrl.store.claims import GroupAdmission
-from agentrl.store.columns import UNFILLED, open_columns, read_columns, tasks_with_unfilled
 from agentrl.store.epochs import BY_ORDER, ease_after_group
 from agentrl.store.mechanics.blobs import Blobs
-from agentrl.store.mechanics.connection import DATA, RECORD, TASK, Connection, Json, Repository, database_call
-from agentrl.store.mechanics.lease import after, literal
+from agentrl.store.mechanics.connection import (
+    COLUMN,
+    DATA,
+    RECORD,
+    TASK,
+    Connection,
+    Json,
+    Repository,
+    database_call,
+)
+from agentrl.store.mechanics.lease import FREE, DocumentLease, after, after_backoff, expired, literal
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.records import read_records
-
-DECIDE_SECONDS = 120.0
-"""Time limit of ``decide`` for one group: a user's filter may hang."""
-
-_MAX_DOUBLINGS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +74,6 @@ class StoredGroup:
     records: Sequence[Record]
     calls: Mapping[str, Sequence[DispatchedSamplingTask]] = field(default_factory=dict)
     columns: Mapping[str, Sequence[Column]] = field(default_factory=dict)
-
-
-Decide = Callable[[StoredGroup], GroupOutcome]
-"""A pure function, which may run twice."""
 
 
 class Groups(Repository):
@@ -105,32 +115,43 @@ class Groups(Repository):
         return await GroupAdmission(self._connection).count(split)
 
     @database_call
-    async def finalize(self, task_id: str, decide: Decide, columns: Sequence[str] = ()) -> bool:
-        """Complete a WAITING Task and write its data and Records, in one transaction.
+    async def to_decide(self, task_id: str, columns: Sequence[str] = ()) -> StoredGroup | None:
+        """Return a WAITING group with all that its decision needs; None if there is none, or none yet.
 
-        Opens the ``columns`` that its scored Records lack. Returns False if the group waits for one, if it is
-        not waiting, or if another process finalized it first. If ``decide`` raises, nothing is written.
+        A group waits for the ``columns`` of its scored Records; those that they lack are opened. Raises
+        StoreError if Records and slots contradict each other.
         """
-        waiting = {"_id": task_id, "status": TaskStatus.WAITING.value}
-        group = await self._stored(waiting)
+        group = await self._stored({"_id": task_id, "status": TaskStatus.WAITING.value})
         if group is None:
-            return False
+            return None
         live = _scored_record_ids(group.task)
         if any(record.id in live and record.status is not RecordStatus.SCORED for record in group.records):
-            return False  # another process finalized the group between the two reads
+            return None  # another process finalized the group between the two reads
         if (problem := slot_problem(group.task, group.records)) is not None:
             raise StoreError(problem, hint="list all inconsistencies: agentrl db check")
-        if await self._waits_for_columns(group, columns):
-            return False
-        outcome = await _run_decide(group, decide)
+        wanted = {column_key(record, name) for record in live for name in columns}
+        stored = {column.id: column for each in group.columns.values() for column in each}
+        if wanted - stored.keys():
+            await open_columns(self._connection, group.task, columns, sorted(live))
+            return None
+        return None if any(stored[key].status in UNFILLED for key in wanted) else group
+
+    @database_call
+    async def finalize(self, group: StoredGroup, outcome: GroupOutcome) -> bool:
+        """Complete the Task of a decided group and write its data and Records, in one transaction.
+
+        Returns False, and writes nothing, if another process finalized the group first or it was reopened.
+        """
         blobs = Blobs(self._connection, DATA)
         # Upload before the transaction: a conflict repeats it, and the server ends one that lasts long.
         data = [await blobs.offload(item.to_document()) for item in outcome.data]
+        task = group.task
 
         async def write() -> bool:
             # Compare the time too: a group reopened and completed since the read is WAITING again.
             completed = await self._collection(TASK).update_one(
-                {**waiting, "updated_at": group.task.updated_at}, _complete(outcome.summary, group.task.begun)
+                {"_id": task.id, "status": TaskStatus.WAITING.value, "updated_at": task.updated_at},
+                _complete(outcome.summary, task.begun),
             )
             if completed.matched_count == 0:
                 return False
@@ -148,14 +169,13 @@ class Groups(Repository):
         The next attempt is due after ``retry_seconds``, doubled with each attempt.
         """
         attempts = {"$add": [{"$ifNull": ["$finalizing.attempts", 0]}, 1]}
-        doublings = {"$min": ["$finalizing.attempts", _MAX_DOUBLINGS]}
         # Take half of ``retry_seconds``: ``attempts`` counts this one already, which doubles the wait.
-        wait_ms = {"$toLong": {"$multiply": [retry_seconds * 500, {"$pow": [2, doublings]}]}}
+        retry_at = after_backoff(retry_seconds / 2, "$finalizing.attempts", jitter=0.0)
         task = await self._collection(TASK).find_one_and_update(
             {"_id": task_id, "status": TaskStatus.WAITING.value},
             [
                 {"$set": {"finalizing.attempts": attempts, "finalizing.problem": literal(problem)}},
-                {"$set": {"finalizing.retry_at": after(wait_ms)}},
+                {"$set": {"finalizing.retry_at": retry_at}},
             ],
             {"finalizing": 1},
             return_document=ReturnDocument.AFTER,
@@ -200,17 +220,6 @@ class Groups(Repository):
         }  # fmt: skip
         cursor = self._collection(TASK).find(query, {"group": 1}, sort=[("group.finalized_at", ASCENDING)])
         return [{"task": document["_id"], **document["group"]} async for document in cursor]
-
-    async def _waits_for_columns(self, group: StoredGroup, names: Sequence[str]) -> bool:
-        """Return whether the group waits for a column; open those that are missing."""
-        stored = {column.id: column for columns in group.columns.values() for column in columns}
-        wanted = {
-            column_key(record, name): name for record in _scored_record_ids(group.task) for name in names
-        }
-        if wanted.keys() - stored.keys():
-            await open_columns(self._connection, group.task, names, sorted(_scored_record_ids(group.task)))
-            return True
-        return any(stored[key].status in UNFILLED for key in wanted)
 
 
 async def read_group(connection: Connection, task: Task, records: Sequence[Record]) -> StoredGroup:
@@ -266,19 +275,6 @@ def slot_problem(task: Task, records: Sequence[Record]) -> str | None:
     return f"Record {missing[0]} has no score, and its slot has" if missing else None
 
 
-async def _run_decide(group: StoredGroup, decide: Decide) -> GroupOutcome:
-    """Run ``decide`` in a thread. Raises GroupError after ``DECIDE_SECONDS``; the thread continues."""
-    try:
-        async with time_limit(DECIDE_SECONDS):
-            outcome: GroupOutcome = await DECISION_THREADS.run(decide, group)
-            return outcome
-    except TimeoutError as error:
-        raise GroupError(
-            f"the decision on group {group.task.id} took longer than {DECIDE_SECONDS:g} s",
-            hint="make sure that the --group_filter returns; it must not wait for anything",
-        ) from error
-
-
 def _scored_record_ids(task: Task) -> set[str]:
     """Return the ids of the Records that scored the slots of a Task."""
     return {str(slot.record_id) for slot in task.slots if slot.status is SlotStatus.SCORED}
@@ -299,3 +295,177 @@ def _complete(summary: dict[str, Any], begun: Begin | None = None) -> list[Json]
         },
         {"$set": {"group.finalized_at": "$$NOW", "group.counted_at_step": None}},
     ]
+
+
+UNFILLED = (ColumnStatus.OPEN, ColumnStatus.RUNNING)
+"""Statuses of a column that its group waits for."""
+_UNFILLED = values(UNFILLED)
+_RESTED = {"$lte": [{"$ifNull": ["$not_before", "$$NOW"]}, "$$NOW"]}
+_CLAIMABLE: Json = {
+    "$or": [
+        {"$and": [{"$eq": ["$status", ColumnStatus.OPEN.value]}, _RESTED]},
+        {"$and": [{"$eq": ["$status", ColumnStatus.RUNNING.value]}, expired()]},
+    ]
+}
+"""It is open and its back-off is over, or its filler's lease has expired."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnClaim:
+    """The right to fill one column, until its lease expires and another filler claims it."""
+
+    column: Column
+    owner: str
+
+    @property
+    def attempt(self) -> int:
+        """The number of this claim."""
+        return self.column.attempt
+
+    @property
+    def record_id(self) -> str:
+        """The Record whose value it is."""
+        return self.column.record
+
+
+class Columns(Repository):
+    """The calls on columns. A write under a claim that is lost raises LeaseLostError and changes nothing."""
+
+    @database_call
+    async def claim(
+        self, name: str, *, owner: str, lease_seconds: float, limit: int = 1, filler: str = ""
+    ) -> list[ColumnClaim]:
+        """Claim up to ``limit`` columns of a name that wait for a value, the oldest first.
+
+        ``filler`` claims those that name it or nobody; the empty one only those that name nobody. A column
+        whose lease has expired is claimed again: its filler died.
+        """
+        query: Json = {
+            "status": {"$in": _UNFILLED}, "name": name, "filler": {"$in": sorted({"", filler})},
+            "$expr": _CLAIMABLE,
+        }  # fmt: skip
+        oldest = [("created_at", ASCENDING), ("_id", ASCENDING)]
+        fields = {"status": ColumnStatus.RUNNING.value, "not_before": None}
+        claims = []
+        for key in await self._ids(COLUMN, query, sort=oldest, limit=limit):
+            # Take only what waits: a lease is free for its own owner, who would get what it is filling again.
+            taken = await self._lease(key).take(owner, lease_seconds, fields, only_if=_CLAIMABLE)
+            if taken is not None:
+                claims.append(ColumnClaim(Column.from_document(taken), owner))
+        return claims
+
+    @database_call
+    async def renew(self, claim: ColumnClaim, lease_seconds: float) -> None:
+        """Extend the lease to ``lease_seconds`` from now, also if it has expired."""
+        await self._lease(claim.column.id).renew(claim.attempt, lease_seconds)
+
+    @database_call
+    async def fill(
+        self, claim: ColumnClaim, values: Sequence[float], top: TopLogprobs | None = None, *, by: str
+    ) -> None:
+        """Fill a column: a value for each generated token of its Record, NaN for one without.
+
+        ``by`` says what filled it. Idempotent under one claim.
+        """
+        document = await Blobs(self._connection, COLUMN).offload(
+            {"_id": claim.column.id, "values": pack_floats(values), "top": b"" if top is None else top.pack()}
+        )
+        packed = {key: value for key, value in document.items() if key != "_id"}
+        filled: Json = {
+            **FREE, **packed, "status": ColumnStatus.FILLED.value, "by": by, "problem": None,
+        }  # fmt: skip
+        await self._lease(claim.column.id).write(
+            claim.attempt,
+            {"$set": filled, "$currentDate": {"filled_at": True}},
+            {"status": {"$in": [ColumnStatus.RUNNING.value, ColumnStatus.FILLED.value]}},
+        )
+
+    @database_call
+    async def fail(
+        self, claim: ColumnClaim, problem: str, *, max_attempts: int, backoff_seconds: float,
+        counts: bool = True,
+    ) -> ColumnStatus:  # fmt: skip
+        """Hand a column back without values; return its status: OPEN, or FAILED at ``max_attempts``.
+
+        It may be claimed again after a back-off, which doubles with each failure that counts. Without
+        ``counts`` the filler was not to blame: its engine is down. A FAILED column abandons its Record.
+        """
+        failures = claim.column.failures + int(counts)
+        status = ColumnStatus.FAILED if counts and failures >= max_attempts else ColumnStatus.OPEN
+        fields = {
+            **FREE, "status": status.value, "failures": failures, "problem": literal(problem),
+            # Halve the back-off: ``failures`` counts this one already, which doubles the first wait.
+            "not_before": after_backoff(backoff_seconds / 2, literal(failures)),
+        }  # fmt: skip
+        await self._lease(claim.column.id).write(
+            claim.attempt, [{"$set": fields}], {"status": ColumnStatus.RUNNING.value}
+        )
+        return status
+
+    @database_call
+    async def release(self, claim: ColumnClaim) -> None:
+        """Hand a column back at once: its filler stops."""
+        fields = {**FREE, "status": ColumnStatus.OPEN.value, "not_before": None}
+        await self._lease(claim.column.id).write(
+            claim.attempt, {"$set": fields}, {"status": ColumnStatus.RUNNING.value}
+        )
+
+    @database_call
+    async def of_owner(self, name: str, owner: str) -> list[ColumnClaim]:
+        """Return the claims on columns of a name that ``owner`` holds according to the database."""
+        query: Json = {"status": ColumnStatus.RUNNING.value, "name": name, "owner": owner}
+        return [ColumnClaim(column, owner) for column in await self._all(Column, COLUMN, query)]
+
+    @database_call
+    async def waiting(self, name: str | None = None) -> dict[str, int]:
+        """Return {filler: unfilled columns} of a name, or of all names."""
+        query: Json = {"status": {"$in": _UNFILLED}, **({} if name is None else {"name": name})}
+        return await self._count_by("filler", COLUMN, query)
+
+    def _lease(self, key: str) -> DocumentLease:
+        def lost(attempt: int) -> LeaseLostError:
+            return LeaseLostError(
+                f"claim {attempt} of column {key} expired, and another filler took it over",
+                hint="nothing is lost: the other one fills it; if it happens often, raise --lease_seconds",
+            )
+
+        return DocumentLease(self._collection(COLUMN), key, lost)
+
+
+async def read_columns(connection: Connection, record_ids: Sequence[str]) -> dict[str, tuple[Column, ...]]:
+    """Return the columns of each Record that has any, by name, with their values."""
+    blobs = Blobs(connection, COLUMN)
+    query = {"record": {"$in": list(record_ids)}}
+    found: dict[str, tuple[Column, ...]] = {}
+    order = [("record", ASCENDING), ("name", ASCENDING)]
+    async for document in connection.collection(COLUMN).find(query, sort=order):
+        column = Column.from_document(await blobs.restore(document))
+        found[column.record] = (*found.get(column.record, ()), column)
+    return found
+
+
+async def open_columns(
+    connection: Connection, task: Task, names: Iterable[str], record_ids: Iterable[str]
+) -> None:
+    """Open the columns ``names`` of Records of ``task`` that lack them. Idempotent.
+
+    Where ``Task.meta`` has a text under the name of a column, that filler alone fills it.
+    """
+    writes = []
+    for name, record in product(names, record_ids):
+        wanted = task.meta.get(name)
+        filler = wanted if isinstance(wanted, str) else ""
+        key = column_key(record, name)
+        column = Column(id=key, record=record, task=task.id, split=task.split, name=name, filler=filler)
+        document = {field: value for field, value in column.to_document().items() if field != "_id"}
+        # Set nothing that exists: the column may have been opened, or filled, by another process.
+        writes.append(UpdateOne({"_id": key}, {"$setOnInsert": document}, upsert=True))
+    if writes:
+        await connection.collection(COLUMN).bulk_write(writes, ordered=False)
+
+
+async def tasks_with_unfilled(connection: Connection, split: str) -> Collection[str]:
+    """Return the ids of the Tasks that wait for a column."""
+    query = {"status": {"$in": _UNFILLED}, "split": split}
+    found: list[str] = await connection.collection(COLUMN).distinct("task", query)
+    return found

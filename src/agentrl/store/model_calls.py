@@ -32,13 +32,13 @@ from agentrl.store.mechanics.connection import (
     Connection,
     Json,
     Repository,
+    WriteCoalescer,
     abort,
     database_call,
     use_session,
 )
 from agentrl.store.mechanics.lease import lease_lost, literal, lost_claims
 from agentrl.store.mechanics.retry import is_outage
-from agentrl.store.mechanics.write_coalescer import WriteCoalescer
 from agentrl.store.records import running_record
 from agentrl.store.settings import Ancestry
 

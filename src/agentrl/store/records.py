@@ -34,6 +34,7 @@ from agentrl.store.mechanics.connection import (
     Connection,
     Json,
     Repository,
+    WriteCoalescer,
     abort,
     database_call,
 )
@@ -46,7 +47,6 @@ from agentrl.store.mechanics.lease import (
     lost_claims,
     slot_status,
 )
-from agentrl.store.mechanics.write_coalescer import WriteCoalescer
 
 _LOST = (RecordStatus.FAILED, RecordStatus.RELEASED)
 """Statuses of a Record whose owner has lost the slot."""

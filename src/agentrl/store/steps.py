@@ -1,32 +1,270 @@
-"""Plan, commit and revert optimizer steps; their data change with them, one chunk at a time."""
+"""Find the training data that are ready, mark stale and bad data; plan, commit and revert optimizer steps.
+
+The data of a step change with it, one chunk at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import asyncio
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
 
-from pymongo import ASCENDING, DESCENDING, UpdateMany
+from pymongo import ASCENDING, DESCENDING, ReplaceOne, UpdateMany
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.base.batches import batches
 from agentrl.documents.document import is_finite, plain
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, StepStatus, values
-from agentrl.documents.training import PendingCommit, TrainStep
-from agentrl.errors import StoreError
-from agentrl.store.mechanics.blobs import seal
+from agentrl.documents.training import (
+    DBRecordData,
+    PendingCommit,
+    TokenStatistics,
+    TrainStep,
+    statistics_key,
+)
+from agentrl.errors import StoreError, StoreUnavailableError
+from agentrl.store.mechanics.blobs import Blobs, seal
 from agentrl.store.mechanics.connection import (
     DATA,
     RECORD,
     STEP,
     TASK,
+    TOKEN_STATISTICS,
     Connection,
     Json,
     Repository,
     database_call,
 )
 from agentrl.store.policy_versions import fenced
+
+Spans = Literal["any", "all"]
+
+_FETCHED_PER_QUERY = 16
+"""Documents of one query; the server reads the next ones while these are decoded."""
+_GROUPS_PER_UPDATE = 50
+_DATA_PER_UPDATE = 1000
+_UNTRAINED = [DataStatus.READY.value, DataStatus.PLANNED.value]
+
+
+@dataclass(frozen=True, slots=True)
+class StaleVersions:
+    """Policy versions that are too old. Data are stale if ``any`` or ``all`` of their ``spans`` are too old.
+
+    ``ranges`` are inclusive and ascending. A run that was never resumed has one range, from version 0; then
+    the minimum or maximum version of a document decides, and an index answers the query. After a resume, a
+    version of the reverted steps can be fresher than a higher version. Then the indexed bound excludes most
+    documents, and the spans decide.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    spans: Spans = "any"
+
+    @property
+    def query(self) -> Json:
+        """Return a filter for stale data. Requires at least one range."""
+        bound: Json = {self._bound: {"$lte": self.ranges[-1][1]}}
+        if self._is_prefix:
+            return bound
+        old = [{"version": {"$gte": low, "$lte": high}} for low, high in self.ranges]
+        any_old: Json = {"$elemMatch": {"$or": old}}
+        return {**bound, "spans": any_old if self.spans == "any" else {"$not": {"$elemMatch": {"$nor": old}}}}
+
+    @property
+    def expression(self) -> Json:
+        """Return ``query`` as an aggregation expression."""
+        bound: Json = {"$lte": [f"${self._bound}", self.ranges[-1][1]]}
+        if self._is_prefix:
+            return bound
+        old = [{"$and": [{"$gte": ["$$version", low]}, {"$lte": ["$$version", high]}]}
+               for low, high in self.ranges]  # fmt: skip
+        each = {"$map": {"input": "$spans.version", "as": "version", "in": {"$or": old}}}
+        quantifier = "$anyElementTrue" if self.spans == "any" else "$allElementsTrue"
+        return {"$and": [bound, {quantifier: [each]}]}
+
+    @property
+    def _bound(self) -> str:
+        """Return the indexed field to compare with the newest stale version."""
+        return "min_version" if self.spans == "any" else "max_version"
+
+    @property
+    def _is_prefix(self) -> bool:
+        """Return whether every version up to the newest stale one is stale: the run was never resumed."""
+        return len(self.ranges) == 1 and self.ranges[0][0] <= 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyMember:
+    """One ready DBRecordData of a group whose members a step may all train."""
+
+    id: str
+    task: str
+    trained_count: int
+    """The highest count among the members of its group."""
+
+
+class Training(Repository):
+    """The trainer's calls on training data; ``Groups`` makes them, and ``Steps`` trains them."""
+
+    @database_call
+    async def ready_members(
+        self, split: str, *, step: int, max_trained_count: int = 1, old: StaleVersions | None = None,
+        untrained: bool = False,
+    ) -> list[ReadyMember]:  # fmt: skip
+        """Return the ready data of every group that ``step`` may train; a group is whole or absent.
+
+        Excludes groups with a member that is planned, must not be trained before a later step, or was trained
+        ``max_trained_count`` times. If ``old.spans`` is "any", excludes groups with a stale member; if "all",
+        excludes only the stale members. ``untrained`` restricts the result to groups that were never trained.
+        """
+        is_stale: Json | bool = old.expression if old is not None and old.ranges else False
+        whole: Json = {
+            "is_planned": False, "rests_until": {"$lte": step}, "trained_count": {"$lt": max_trained_count},
+        }  # fmt: skip
+        if old is not None and old.spans == "any":
+            whole["is_stale"] = False
+        if untrained:
+            whole["trained_count"] = 0
+        by_task: Json = {
+            "_id": "$task",
+            "members": {"$push": {"$cond": [is_stale, "$$REMOVE", "$_id"]}},
+            "is_planned": {"$max": {"$eq": ["$status", DataStatus.PLANNED.value]}},
+            "rests_until": {"$max": "$not_before_step"},
+            "is_stale": {"$max": is_stale},
+            "trained_count": {"$max": "$trained_count"},
+        }
+        groups = await self._aggregate(
+            DATA,
+            {"$match": {"split": split, "status": {"$in": _UNTRAINED}}},
+            {"$group": by_task},
+            {"$match": whole},
+            {"$project": {"members": 1, "trained_count": 1}},
+        )
+        return [
+            ReadyMember(id=id, task=group["_id"], trained_count=group["trained_count"])
+            for group in sorted(groups, key=itemgetter("_id"))
+            for id in group["members"]
+        ]
+
+    @database_call
+    async def mark_stale(self, split: str, old: StaleVersions, *, attempt: int | None = None) -> int:
+        """Change the status of stale ready data to STALE; return how many.
+
+        If ``old.spans`` is "any", mark every group with a stale member as a whole, because its advantages
+        compare all its trajectories. If "all", mark single data, of which no token would be trained. The
+        stale members of a group come last, so that a repeated call finds an interrupted one. Raises
+        LeaseLostError if ``attempt`` is not the current trainer's.
+        """
+        if not old.ranges:
+            return 0
+        ready: Json = {"split": split, "status": DataStatus.READY.value}
+        stale = {"$set": {"status": DataStatus.STALE.value}}
+        data, marked = self._collection(DATA), 0
+        tasks = await data.distinct("task", {**ready, **old.query}) if old.spans == "any" else []
+        # Bound each transaction: after a pause of the trainer thousands of groups may be stale at once.
+        for some in batches(tasks, _GROUPS_PER_UPDATE):
+            group = {**ready, "task": {"$in": some}}
+            others = {**group, "$nor": [old.query]}
+            for query in (others, group):
+                marked += await self._update(query, stale, attempt)
+        while old.spans == "all":
+            ids = await self._ids(DATA, {**ready, **old.query}, limit=_DATA_PER_UPDATE)
+            if not ids:
+                break
+            marked += await self._update({**ready, "_id": {"$in": ids}}, stale, attempt)
+        return marked
+
+    async def _update(self, query: Json, change: Json, attempt: int | None) -> int:
+        """Update data in one transaction that the trainer's lease fences; return how many."""
+        data = self._collection(DATA)
+        updated = await fenced(self._connection, attempt, lambda: data.update_many(query, change))
+        return updated.modified_count
+
+    @database_call
+    async def quarantine(self, query: Json, problem: str, *, attempt: int | None = None) -> int:
+        """Quarantine ready data because of ``problem``: they are never trained. Return how many.
+
+        ``query`` selects the data: ``{"task": …}`` for a group, ``{"_id": …}`` for one. Raises LeaseLostError
+        as ``mark_stale``.
+        """
+        return await self._update(
+            {**query, "status": DataStatus.READY.value},
+            {"$set": {"status": DataStatus.QUARANTINED.value, "problem": problem}},
+            attempt,
+        )
+
+    @database_call
+    async def present(self, ids: Sequence[str]) -> set[str]:
+        """Return those of ``ids`` that exist."""
+        return set(await self._ids(DATA, {"_id": {"$in": list(ids)}}))
+
+    async def fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
+        """Return whole documents in the order of ``ids``. Raises StoreError if one cannot be read."""
+        data, unreadable = await self.fetch_readable(ids)
+        missing = [key for key in ids if key not in data]
+        if missing:
+            why = unreadable.get(missing[0], "it does not exist")
+            raise StoreError(f"{len(missing)} training documents are missing, {missing[0]} among them: {why}")
+        return [data[key] for key in ids]
+
+    @database_call
+    async def fetch_readable(self, ids: Sequence[str]) -> tuple[dict[str, DBRecordData], dict[str, str]]:
+        """Return {id: whole document} and {id: reason} of unreadable ones; missing ids are in neither."""
+        unreadable: dict[str, str] = {}
+        parts = batches(ids, _FETCHED_PER_QUERY)
+        read = await asyncio.gather(*(self._fetch(part, unreadable) for part in parts))
+        return {item.id: item for part in read for item in part}, unreadable
+
+    async def _fetch(self, ids: Sequence[str], unreadable: dict[str, str]) -> list[DBRecordData]:
+        documents = await self._collection(DATA).find({"_id": {"$in": list(ids)}}).to_list()
+        blobs = Blobs(self._connection, DATA)
+        read = []
+        for document in documents:
+            try:
+                read.append(DBRecordData.from_document(await blobs.restore(document)))
+            except StoreUnavailableError:
+                # Raise an outage: it says nothing of the document, which would be quarantined for good.
+                raise
+            except (StoreError, ValueError, TypeError, KeyError) as error:
+                why = error.message if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
+                unreadable[document["_id"]] = f"it cannot be read: {why}"
+        return read
+
+    @database_call
+    async def mean_generated_tokens(
+        self, *, tasks: Sequence[str] | None = None, records: Sequence[str] | None = None
+    ) -> float | None:
+        """Return the mean generated tokens of the scored Records among ``tasks`` or ``records``."""
+        field, keys = ("_id", records or ()) if tasks is None else ("task", tasks)
+        query: Json = {field: {"$in": list(keys)}}
+        mean = {"$group": {"_id": None, "mean": {"$avg": "$generated_tokens"}}}
+        groups = await self._aggregate(RECORD, {"$match": {**query, "score": {"$ne": None}}}, mean)
+        return float(groups[0]["mean"]) if groups else None
+
+    @database_call
+    async def prefix_cache_hit_rate(self, tasks: Sequence[str]) -> float | None:
+        """Return the fraction of prompt tokens of the Records of ``tasks`` that engines had cached."""
+        sums = {"_id": None, "input": {"$sum": "$input_tokens"}, "cached": {"$sum": "$cached_tokens"}}
+        groups = await self._aggregate(RECORD, {"$match": {"task": {"$in": list(tasks)}}}, {"$group": sums})
+        return float(groups[0]["cached"] / groups[0]["input"]) if groups and groups[0]["input"] else None
+
+    @database_call
+    async def token_statistics(self, step: TrainStep) -> dict[str, TokenStatistics]:
+        """Return the statistics that a step stored, by Record."""
+        keys = [statistics_key(record, step.id) for record in step.data]
+        found = await self._all(TokenStatistics, TOKEN_STATISTICS, {"_id": {"$in": keys}})
+        return {item.record: item for item in found}
+
+    @database_call
+    async def put_token_statistics(self, items: Sequence[TokenStatistics]) -> None:
+        """Store the statistics of a step, and replace those that exist. Idempotent."""
+        writes = [ReplaceOne({"_id": item.id}, item.to_document(), upsert=True) for item in items]
+        if writes:
+            await self._collection(TOKEN_STATISTICS).bulk_write(writes, ordered=False)
+
 
 CHUNK = 100
 """Documents of one transaction: 50 MB if each holds 65,536 tokens."""
@@ -37,12 +275,16 @@ class StepChunk(NamedTuple):
 
     data: Sequence[str]
     tasks: Sequence[str]
+    is_first: bool
+    is_last: bool
 
 
-def chunks_of(data: Sequence[str], tasks: Sequence[str] = ()) -> list[StepChunk]:
-    """Return both sequences cut into chunks of ``CHUNK`` ids; at least one chunk, which may be empty."""
-    cut = zip_longest(batches(data, CHUNK), batches(tasks, CHUNK), fillvalue=())
-    return [StepChunk(*ids) for ids in cut] or [StepChunk((), ())]
+def chunks_of(data: Sequence[str], tasks: Sequence[str] = ()) -> Iterator[StepChunk]:
+    """Cut both sequences into chunks of ``CHUNK`` ids; yield at least one chunk, which may be empty."""
+    count = max(1, math.ceil(max(len(data), len(tasks)) / CHUNK))
+    for number in range(count):
+        ids = slice(number * CHUNK, (number + 1) * CHUNK)
+        yield StepChunk(data[ids], tasks[ids], is_first=number == 0, is_last=number == count - 1)
 
 
 class NotReadyError(StoreError):
@@ -164,8 +406,9 @@ _PLANS = values((StepStatus.PLANNING, StepStatus.PLANNED))
 class Steps(Repository):
     """The calls on optimizer steps. A change is applied in chunks, so that a step may have any size.
 
-    The first transaction decides: after it, the step counts or is reverted. An interrupted change continues
-    when the call is repeated, or in ``revert_after``, which each trainer calls first.
+    Each chunk is one transaction. The first one also decides: after it, the step counts or is reverted. The
+    last one also ends the change. An interrupted change continues when the call is repeated, or in
+    ``revert_after``, which each trainer calls first.
 
     ``attempt`` is the return value of ``TrainerLeases.acquire``. A trainer that has been replaced gets a
     LeaseLostError, and nothing is written.
@@ -177,21 +420,10 @@ class Steps(Repository):
 
         Raises StoreError, with all data unchanged, if some data are not READY or the step exists.
         """
-
-        async def begin() -> bool:
-            stored = await self._collection(STEP).find_one({"_id": step.id})
-            if stored is not None and tuple(stored["data"]) == step.data and stored["status"] in _PLANS:
-                return bool(stored["status"] == StepStatus.PLANNING)
-            document = step.to_document() | {"status": StepStatus.PLANNING.value}
-            await self._collection(STEP).insert_one(document)
-            return True
-
-        async def mark(chunk: StepChunk) -> None:
-            await mark_data(self._connection, step.step, chunk.data)
-
-        states = StepStatus.PLANNING, StepStatus.PLANNED
         try:
-            await self._apply(step, states, mark, attempt, begin=begin)
+            for chunk in chunks_of(step.own_data):
+                if not await fenced(self._connection, attempt, partial(self._plan_chunk, step, chunk)):
+                    return
         except DuplicateKeyError as error:
             raise StoreError(
                 f"step {step.step} has been planned already", hint="is a second trainer running? stop it"
@@ -199,6 +431,20 @@ class Steps(Repository):
         except NotReadyError:
             await self._give_up_plan(step, attempt)
             raise
+
+    async def _plan_chunk(self, step: TrainStep, chunk: StepChunk) -> bool:
+        """Plan one chunk, in a transaction; return False if the step is planned already."""
+        if chunk.is_first:
+            stored = await self._collection(STEP).find_one({"_id": step.id})
+            if stored is None or tuple(stored["data"]) != step.data or stored["status"] not in _PLANS:
+                document = step.to_document() | {"status": StepStatus.PLANNING.value}
+                await self._collection(STEP).insert_one(document)
+            elif stored["status"] != StepStatus.PLANNING:
+                return False
+        await mark_data(self._connection, step.step, chunk.data)
+        if chunk.is_last:
+            await self._end(step, StepStatus.PLANNING, StepStatus.PLANNED)
+        return True
 
     async def _give_up_plan(self, step: TrainStep, attempt: int | None) -> None:
         """Undo the chunks of a plan that are already marked."""
@@ -236,7 +482,16 @@ class Steps(Repository):
     async def _commit(
         self, step: TrainStep, pending: PendingCommit, metrics: Json, attempt: int | None
     ) -> None:
-        async def begin() -> bool:
+        for chunk in chunks_of(step.own_data, pending.counted):
+            commit = partial(self._commit_chunk, step, pending, metrics, chunk)
+            if not await fenced(self._connection, attempt, commit):
+                return
+
+    async def _commit_chunk(
+        self, step: TrainStep, pending: PendingCommit, metrics: Json, chunk: StepChunk
+    ) -> bool:
+        """Commit one chunk, in a transaction; return False if the step is committed already."""
+        if chunk.is_first:
             decided = await self._collection(STEP).update_one(
                 {"_id": step.id, "status": StepStatus.PLANNED.value},
                 {
@@ -247,19 +502,17 @@ class Steps(Repository):
                     "$currentDate": {"committed_at": True},
                 },
             )  # fmt: skip
-            if decided.matched_count:
-                return True
-            now = await self._collection(STEP).find_one({"_id": step.id}, {"status": 1})
-            if now is None or now["status"] not in _APPLIED:
-                raise _cannot_commit(step.id)
-            return bool(now["status"] == StepStatus.COMMITTING)
-
-        async def train(chunk: StepChunk) -> None:
-            await train_data(self._connection, step.step, pending, chunk.data)
-            await count_groups(self._connection, step.step, chunk.tasks)
-
-        states = StepStatus.COMMITTING, StepStatus.COMMITTED
-        await self._apply(step, states, train, attempt, begin=begin, tasks=pending.counted)
+            if not decided.matched_count:
+                now = await self._collection(STEP).find_one({"_id": step.id}, {"status": 1})
+                if now is None or now["status"] not in _APPLIED:
+                    raise _cannot_commit(step.id)
+                if now["status"] != StepStatus.COMMITTING:
+                    return False
+        await train_data(self._connection, step.step, pending, chunk.data)
+        await count_groups(self._connection, step.step, chunk.tasks)
+        if chunk.is_last:
+            await self._end(step, StepStatus.COMMITTING, StepStatus.COMMITTED)
+        return True
 
     @database_call
     async def revert_after(self, step: int, *, attempt: int | None = None) -> int:
@@ -288,16 +541,12 @@ class Steps(Repository):
             return await steps.count_documents({"status": StepStatus.REVERTING.value})
 
         undone = await fenced(self._connection, attempt, decide)
-        await self._finish_commits(attempt)
+        for interrupted in await self._all(TrainStep, STEP, {"status": StepStatus.COMMITTING.value}):
+            if interrupted.pending is not None:
+                # Pass no metrics: the transaction that made the step COMMITTING has stored them.
+                await self._commit(interrupted, interrupted.pending, {}, attempt)
         await self._finish_reverts(attempt)
         return undone
-
-    async def _finish_commits(self, attempt: int | None) -> None:
-        """Finish the commits that were interrupted between two chunks."""
-        for step in await self._all(TrainStep, STEP, {"status": StepStatus.COMMITTING.value}):
-            if step.pending is not None:
-                # Pass no metrics: the transaction that made the step COMMITTING has stored them.
-                await self._commit(step, step.pending, {}, attempt)
 
     async def _finish_reverts(self, attempt: int | None) -> None:
         """Revert each REVERTING step, the last step first, to the state before the lowest of them."""
@@ -318,40 +567,24 @@ class Steps(Repository):
                 await self._revert(step, after, attempt)
 
     async def _revert(self, step: TrainStep, after: int, attempt: int | None) -> None:
-        async def restore(chunk: StepChunk) -> None:
-            await restore_data(self._connection, after, chunk.data)
+        for chunk in chunks_of(step.own_data):
+            await fenced(self._connection, attempt, partial(self._revert_chunk, step, after, chunk))
 
-        await self._apply(step, (StepStatus.REVERTING, StepStatus.REVERTED), restore, attempt)
+    async def _revert_chunk(self, step: TrainStep, after: int, chunk: StepChunk) -> None:
+        """Revert one chunk, in a transaction."""
+        await restore_data(self._connection, after, chunk.data)
+        if chunk.is_last:
+            await self._end(step, StepStatus.REVERTING, StepStatus.REVERTED)
 
-    async def _apply(
-        self, step: TrainStep, states: tuple[StepStatus, StepStatus],
-        write: Callable[[StepChunk], Awaitable[None]], attempt: int | None, *,
-        begin: Callable[[], Awaitable[bool]] | None = None, tasks: Sequence[str] = (),
-    ) -> None:  # fmt: skip
-        """Change ``step`` and ``tasks`` in chunks, one transaction each; the last one moves its status.
-
-        ``begin`` runs in the first transaction; if it returns False, the change is done already.
-        """
-        chunks, (old, new) = chunks_of(step.own_data, tasks), states
-        for number, chunk in enumerate(chunks, 1):
-
-            async def change(number: int = number, chunk: StepChunk = chunk) -> bool:
-                if number == 1 and begin is not None and not await begin():
-                    return False
-                await write(chunk)
-                if number < len(chunks):
-                    return True
-                moved = await self._collection(STEP).update_one(
-                    {"_id": step.id, "status": old.value}, {"$set": {"status": new.value, "pending": None}}
-                )
-                if not moved.matched_count:
-                    raise StoreError(
-                        f"step {step.id} is no longer {old}", hint="is a second trainer running? stop it"
-                    )
-                return True
-
-            if not await fenced(self._connection, attempt, change):
-                return
+    async def _end(self, step: TrainStep, old: StepStatus, new: StepStatus) -> None:
+        """Move a step on in the transaction of its last chunk."""
+        moved = await self._collection(STEP).update_one(
+            {"_id": step.id, "status": old.value}, {"$set": {"status": new.value, "pending": None}}
+        )
+        if not moved.matched_count:
+            raise StoreError(
+                f"step {step.id} is no longer {old}", hint="is a second trainer running? stop it"
+            )
 
     async def _step(self, step_id: str) -> TrainStep | None:
         return await self._one(TrainStep, STEP, {"_id": step_id})

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from agentrl.base.atomic_folder import delete_folder
 from agentrl.base.batches import batches
+from agentrl.base.concurrency import Backoff
 from agentrl.base.installation import require
 from agentrl.base.proxies import proxy_of
 from agentrl.documents.run import FileChecksum
@@ -256,7 +257,8 @@ async def _parallel(call: Callable[[FileChecksum], Awaitable[None]], files: Sequ
 
 async def _retried(location: str, work: Callable[[], T]) -> T:
     """Return what ``work`` returns in a thread; repeat it while the storage does not answer."""
-    deadline, pause = time.monotonic() + OUTAGE_SECONDS, _FIRST_PAUSE
+    deadline = time.monotonic() + OUTAGE_SECONDS
+    backoff = Backoff(location, _FIRST_PAUSE, _LONGEST_PAUSE, jitter=0.5)
     while True:
         try:
             return await asyncio.to_thread(work)
@@ -268,15 +270,14 @@ async def _retried(location: str, work: Callable[[], T]) -> T:
             raise  # a wrong answer, or a defect here or in the package: no outage
         except Exception as error:  # packages of storages have no common error
             reason = str(error) or type(error).__name__
-            if time.monotonic() + pause > deadline:
+            if time.monotonic() + backoff.next() > deadline:
                 raise PublishError(
                     f"{location} did not answer for {OUTAGE_SECONDS:g} s: {reason}",
                     hint="is the storage up, and are the endpoint and the credentials right?",
                 ) from error
-            if pause == _FIRST_PAUSE:
+            if backoff.attempts == 1:
                 log.warning("%s does not answer, retrying for %g s: %s", location, OUTAGE_SECONDS, reason)
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        await asyncio.sleep(backoff.seconds)
 
 
 def _call(location: str, method: str, /, *args: Any, seconds: float = _CALL_SECONDS, **options: Any) -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from typing import Any
 
 import pytest
 from waiting import cancel
 
 from agentrl.base import concurrency
-from agentrl.base.concurrency import background, end_tasks, task_group, wait_for_any
+from agentrl.base.concurrency import Backoff, background, end_tasks, task_group, wait_for_any
 from agentrl.errors import AgentRLError
 
 _LONG = 60.0
@@ -272,3 +274,32 @@ async def test_wait_for_any_returns_at_an_event_a_task_and_the_timeout() -> None
     await wait_for_any(never, tasks=[task], timeout=None)
     assert task.done()
     await wait_for_any(never, timeout=0.0)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ({}, [0.5, 1.0, 2.0, 3.0, 3.0]),
+        ({"factor": 1.0}, [0.5] * 5),
+        ({"attempts": 2}, [2.0, 3.0, 3.0, 3.0, 3.0]),
+        ({"attempts": 10_000, "factor": 9.0}, [3.0] * 5),
+        ({"attempts": 5, "factor": 1e300}, [3.0] * 5),
+    ],
+)
+def test_a_wait_grows_up_to_its_bound(how: dict[str, Any], expected: list[float]) -> None:
+    backoff = Backoff("the server", 0.5, 3.0, **how)
+    assert [backoff.next() for _ in range(5)] == expected
+    assert backoff.seconds == expected[-1]
+    backoff.reset()
+    assert backoff.next() == 0.5
+
+
+@pytest.mark.parametrize(("first", "expected"), [(1.0, math.inf), (0.0, 0.0)])
+def test_what_no_float_holds_is_the_longest_wait(first: float, expected: float) -> None:
+    assert Backoff("the server", first, math.inf, attempts=2000).next() == expected
+
+
+def test_jitter_shortens_each_wait_by_a_share_of_its_own() -> None:
+    backoff = Backoff("the server", 1.0, 1.0, jitter=0.5)
+    waits = [backoff.next() for _ in range(100)]
+    assert 0.5 <= min(waits) < 0.6 < 0.9 < max(waits) <= 1.0

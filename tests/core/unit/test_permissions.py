@@ -7,7 +7,7 @@ from contextvars import copy_context
 import pytest
 
 import agentrl.config.schema as schema
-from agentrl.base.permissions import (
+from agentrl.base.user_code import (
     allow,
     call_name,
     code_of_flags,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import agentrl
-from agentrl.base.permissions import allow
 from agentrl.base.registry import Registry
+from agentrl.base.user_code import allow
 from agentrl.chat.parsers.parser import get_parser
 from agentrl.errors import ConfigError
 from agentrl.rollout.agents import AGENTS
@@ -53,6 +53,19 @@ def test_an_entry_point_is_imported_when_it_is_asked_for(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match="the thing 'gone' cannot be imported: ModuleNotFoundError"):
         things.get("gone")
     assert Registry[object]("thing", group="agentrl.others").names() == []
+
+
+def test_all_that_can_be_imported_is_known_and_what_is_registered_here_comes_first(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = {"dumps": "json:dumps", "loads": "json:loads", "gone": "no_such_module:f"}
+    points = EntryPoints(EntryPoint(name, value, "agentrl.things") for name, value in values.items())
+    monkeypatch.setattr("agentrl.base.registry.entry_points", lambda **query: points.select(**query))
+    things: Registry[object] = Registry("thing", group="agentrl.things")
+    things.add(print, "loads")
+    assert things.known() == {"loads": print, "dumps": json.dumps}
+    assert things.registered() == {"loads": print}
+    assert "the thing 'gone' cannot be imported" in caplog.text
 
 
 def test_what_a_path_names_is_converted() -> None:

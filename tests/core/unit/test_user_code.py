@@ -12,7 +12,7 @@ from waiting import cancel
 from agentrl.base.user_code import contain, contain_call, describe
 from agentrl.documents.document import sanitize_bson
 from agentrl.errors import EngineError, ScorerError, TrajectoryError
-from agentrl.rollout.agent_io import MESSAGE_CHARS, failure_text
+from agentrl.observe.logging import MESSAGE_CHARS, failure_text
 
 
 class UnspeakableError(Exception):

@@ -25,7 +25,7 @@ PACKAGE: Final = "/src/agentrl/"
 CARRIERS: Final = frozenset(
     {
         "base/concurrency.py", "base/user_code.py",
-        "store/mechanics/connection.py", "store/mechanics/retry.py", "store/mechanics/write_coalescer.py",
+        "store/mechanics/connection.py", "store/mechanics/retry.py",
     }
 )  # fmt: skip
 """Files whose functions run what they are given: the caller is the function that gave it."""
@@ -49,7 +49,7 @@ ROLES: Final = {
     ),
     "sample": Role(
         (
-            "agentrl.rollout.sampler:Sampler._claim_and_start",
+            "agentrl.columns.pool:Pool.work",
             "agentrl.rollout.housekeeping:Housekeeping.finalize_own",
         ),
         "agentrl.rollout.housekeeping:GroupFinalizer.finalize", 2, 14,

@@ -24,8 +24,8 @@ from agentrl.lab.check.reading import (
 )
 from agentrl.scoring.evaluation import pass_at_k
 from agentrl.scoring.groups import BUILT_IN, FAILED, decide_group, filtered_of, rules_of, summarize
-from agentrl.store.columns import UNFILLED
 from agentrl.store.evaluations import RECORD_FIELDS, evaluated_task
+from agentrl.store.groups import UNFILLED
 from agentrl.store.mechanics.blobs import MARK, moved_fields
 from agentrl.store.mechanics.connection import COLUMN, EVALUATION, MODEL_CALL, RECORD, TASK, Json
 

@@ -36,7 +36,7 @@ from agentrl.lab.check.reading import (
     only_if,
 )
 from agentrl.scoring.groups import rules_of
-from agentrl.store.columns import read_columns
+from agentrl.store.groups import read_columns
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import (
     DATA,

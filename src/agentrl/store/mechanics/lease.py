@@ -44,13 +44,14 @@ def after(seconds: float | Json) -> Json:
     return {"$add": ["$$NOW", milliseconds]}
 
 
-def after_backoff(seconds: float, doublings: Json) -> Json:
+def after_backoff(seconds: float, doublings: Json | str, *, jitter: float = 0.5) -> Json:
     """Return the expression for the server's time plus ``seconds``, doubled up to ``doublings`` times.
 
-    At most 9 doublings count. The wait varies randomly by ±50 %, so that slots do not come back all at once.
+    At most 9 doublings count. The wait varies randomly by the share ``jitter`` of it, so that slots do not
+    come back all at once. The server computes what ``Backoff`` computes in a process.
     """
     bounded = {"$min": [doublings, _MAX_DOUBLINGS]}
-    spread_ms = seconds * 1000 * random.uniform(0.5, 1.5)
+    spread_ms = seconds * 1000 * random.uniform(1 - jitter, 1 + jitter)
     return after({"$toLong": {"$multiply": [spread_ms, {"$pow": [2, bounded]}]}})
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from pymongo.errors import (
     PyMongoError,
 )  # fmt: skip
 
+from agentrl.base.concurrency import Backoff
 from agentrl.errors import RunMissingError, StoreDeniedError, StoreError, StoreUnavailableError
 
 ENCODING_ERRORS = (BSONError, OverflowError, UnicodeEncodeError, RecursionError)
@@ -122,7 +122,7 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-_FIRST_DELAY, _LONGEST_DELAY = 0.5, 5.0
+_FIRST_DELAY, _LONGEST_DELAY = 1.0, 5.0
 _STOPPING_SECONDS = 2.0
 """How long calls are still retried after the process was asked to stop."""
 
@@ -242,12 +242,13 @@ async def retry_while_unavailable(
     """Call ``operation`` until it succeeds or the time limit of ``retry_outages`` has passed.
 
     ``to_store_error`` converts an exception to a StoreError, or raises it again. Only a StoreUnavailableError
-    is retried. The delays have decorrelated jitter, so that processes do not return to a restarted server all
-    at once.
+    is retried. Half of each delay is random, so that processes do not return to a restarted server all at
+    once.
     """
     policy = _policy.get()
     deadline = time.monotonic() + policy.seconds
-    delay, stopping = _FIRST_DELAY, False
+    backoff = Backoff("the database", _FIRST_DELAY, _LONGEST_DELAY, jitter=0.5)
+    stopping = False
     while True:
         called_at = time.monotonic()
         try:
@@ -266,13 +267,13 @@ async def retry_while_unavailable(
             log.call_succeeded()
             return result
         log.call_failed(failure.message, policy.seconds, called_at)
-        delay = min(_LONGEST_DELAY, random.uniform(_FIRST_DELAY, 3 * delay))
+        delay = min(backoff.next(), left)
         if policy.stop is None or stopping:
-            await asyncio.sleep(min(delay, left))
+            await asyncio.sleep(delay)
         else:
             with suppress(TimeoutError):
                 # Wake at the stop: its two seconds begin with the next try, not behind a delay of up to 5.
-                await asyncio.wait_for(policy.stop.wait(), min(delay, left))
+                await asyncio.wait_for(policy.stop.wait(), delay)
 
 
 def raise_if_cancelled() -> None:

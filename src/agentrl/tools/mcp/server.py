@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from agentrl.base.concurrency import end_tasks
+from agentrl.base.concurrency import Backoff, end_tasks
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import (
     FailureError,
@@ -68,7 +68,7 @@ class McpServer(ToolServer, ABC):
         is_process = isinstance(spec, StdioSpec)
         self._slots = asyncio.Semaphore(_PARALLEL_STARTS if is_process else self._connections)
         self._http: httpx2.AsyncClient | None = None
-        self._failures = 0
+        self._backoff = Backoff(f"tool server {spec.name}", 1.0, _MAX_BACKOFF_SECONDS, jitter=0.25)
         self._problem: ConnectionError = ConnectionError("it is not connected")
         self._again_at = 0.0
         self._closing: set[asyncio.Task[None]] = set()
@@ -81,7 +81,7 @@ class McpServer(ToolServer, ABC):
         """
         loop = asyncio.get_running_loop()
         async with self._slots:
-            if self._failures and loop.time() < self._again_at:
+            if self._backoff.attempts and loop.time() < self._again_at:
                 raise self.unreachable(self._problem)
             for delay in RECONNECT_DELAYS:
                 await asyncio.sleep(delay)
@@ -93,10 +93,9 @@ class McpServer(ToolServer, ABC):
                     if isinstance(error, UnusableError):
                         break
                     continue
-                self._failures = 0
+                self._backoff.reset()
                 return connection
-            self._failures += 1
-            self._again_at = loop.time() + min(2.0 ** (self._failures - 1), _MAX_BACKOFF_SECONDS)
+            self._again_at = loop.time() + self._backoff.next()
             raise self.unreachable(self._problem)
 
     def unreachable(self, error: RefusedError | LostError | ConnectionError) -> ToolServerError:

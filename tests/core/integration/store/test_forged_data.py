@@ -139,7 +139,7 @@ async def test_a_score_of_no_attempt_that_holds_a_slot_decides_no_group(store: S
         await run.score(store, await run.claim(store), value)
     await _record(store, {"score": 5.0})
     with pytest.raises(StoreError, match=r"has the score 5.0, and its slot 0.0"):
-        await store.groups.finalize(run.READY, lambda *_: pytest.fail("the group was decided"))
+        await store.groups.to_decide(run.READY)
     for _ in range(ATTEMPTS):
         assert not await finalizer.finalize(run.READY)
     task = await store.tasks.get(run.READY)

@@ -16,7 +16,7 @@ from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import DataStatus
 from agentrl.documents.task import Slot, Task, task_key
 from agentrl.store.client import Store
-from agentrl.store.training_data import StaleVersions
+from agentrl.store.steps import StaleVersions
 
 pytestmark = pytest.mark.integration
 

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 
 import pymongo.monitoring
 import pytest
+from ready_data import finalize
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents import document
@@ -189,7 +190,7 @@ async def test_a_claimer_with_a_lower_limit_claims_no_group_beyond_it(store: Sto
     assert await take(store, limit=0) is None
     assert len(await unclaimed(store)) == 4
     await score(store, first)
-    await store.groups.finalize(first.task.id, lambda group: GroupOutcome())
+    await finalize(store, first.task.id, lambda group: GroupOutcome())
     third = await take(store, limit=lagging)
     assert third is not None
     assert third.task.order == 2
@@ -255,7 +256,7 @@ async def test_16_claimers_never_open_more_groups_than_allowed(crowd: list[Store
                 await mine.wait_for_change("Task", timeout=0.02)
                 continue
             if await score(mine, claim) is TaskStatus.WAITING:
-                await mine.groups.finalize(claim.task.id, lambda group: GroupOutcome())
+                await finalize(mine, claim.task.id, lambda group: GroupOutcome())
             scored += 1
 
     async with asyncio.timeout(90):

@@ -10,24 +10,24 @@ from typing import Any
 
 import pymongo.monitoring
 import pytest
-from ready_data import ready_data
+from ready_data import finalize, ready_data
 from rollout_fakes import FakeTools
 from test_store_claims import make_tasks, take_one
 from test_store_training import complete, decide, make_call, make_step
 
+from agentrl.columns.outages import Outages
+from agentrl.columns.scores import Scoring
 from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig, SamplingConfig, TrainConfig
 from agentrl.data.stream import DataStream, Freshness, StreamSettings
 from agentrl.documents.record import Failure
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import RecordStatus, ServiceStatus, TaskStatus
 from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer
-from agentrl.rollout.outages import Outages
 from agentrl.rollout.sampler import Sampler, SamplerConfig
-from agentrl.rollout.scoring import Scoring
 from agentrl.rollout.setup import AdmissionLimit
 from agentrl.store.claims import GroupLimit
 from agentrl.store.client import Store, open_store
-from agentrl.store.training_data import StaleVersions
+from agentrl.store.steps import StaleVersions
 
 pytestmark = pytest.mark.integration
 
@@ -178,7 +178,7 @@ async def test_every_query_that_runs_in_a_loop_uses_an_index(watched: Store) -> 
     await watched.trainer_lease.acquire("t", "host", os.getpid(), 60)  # the first one reads earlier steps
     COMMANDS.record(watched)
     for task_id in await watched.groups.waiting("train"):
-        await watched.groups.finalize(task_id, decide)
+        await finalize(watched, task_id, decide)
     await everything_that_runs_in_a_loop(watched)
     explained = set()
     for query in queries(COMMANDS.stop(watched)):

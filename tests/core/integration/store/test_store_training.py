@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
-from ready_data import ready_data, statuses
+from ready_data import finalize, ready_data, statuses
 
 from agentrl.base.processes import ProcessIdentity
 from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
@@ -18,7 +18,7 @@ from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainS
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store.client import Store
 from agentrl.store.groups import GroupOutcome, RecordOutcome, StoredGroup
-from agentrl.store.training_data import StaleVersions
+from agentrl.store.steps import StaleVersions
 
 pytestmark = pytest.mark.integration
 
@@ -92,7 +92,7 @@ def decide(group: StoredGroup) -> GroupOutcome:
 
 async def finalized(store: Store, count: int) -> list[str]:
     for number in range(count):
-        assert await store.groups.finalize(await complete(store, number), decide)
+        assert await finalize(store, await complete(store, number), decide)
     return [meta.id for meta in await ready_data(store, "train")]
 
 
@@ -127,7 +127,7 @@ async def test_a_call_larger_than_a_document_goes_to_gridfs(store: Store) -> Non
 
 async def test_a_group_is_finalized_once_by_eight_racers(store: Store) -> None:
     task_id = await complete(store)
-    outcomes = await asyncio.gather(*(store.groups.finalize(task_id, decide) for _ in range(8)))
+    outcomes = await asyncio.gather(*(finalize(store, task_id, decide) for _ in range(8)))
     assert sorted(outcomes) == [False] * 7 + [True]
     task = await store.tasks.get(task_id)
     assert task is not None
@@ -151,12 +151,12 @@ async def test_an_abort_in_the_middle_leaves_nothing(store: Store) -> None:
         return GroupOutcome(data=outcome.data, records=(*outcome.records, unknown), summary={})
 
     with pytest.raises(StoreError, match="1 of 3 Records"):
-        await store.groups.finalize(task_id, wrong)
+        await finalize(store, task_id, wrong)
     assert await ready_data(store, "train") == []
     assert await store.groups.waiting("train") == [task_id]
     states = {record.status for record in await store.records.by_task(task_id)}
     assert states == {RecordStatus.SCORED}
-    assert await store.groups.finalize(task_id, decide)
+    assert await finalize(store, task_id, decide)
 
 
 async def test_steps_plan_commit_and_revert(store: Store) -> None:
@@ -212,9 +212,9 @@ async def test_a_group_is_counted_by_one_step_even_if_it_is_seen_late(store: Sto
         await store.steps.commit(f"a/{step}", {}, [], counted=counted)
 
     early, late = [await complete(store, number) for number in range(2)]
-    await store.groups.finalize(early, decide)
+    await finalize(store, early, decide)
     await commit(1, early)
-    await store.groups.finalize(late, decide)
+    await finalize(store, late, decide)
     before = {"group.finalized_at": datetime(2020, 1, 1, tzinfo=UTC)}
     await store.database["Task"].update_one({"_id": late}, {"$set": before})
     assert await uncounted() == [late]

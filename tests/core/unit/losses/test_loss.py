@@ -15,7 +15,7 @@ from parsed_flags import parsed
 from token_batches import three_tokens
 
 import agentrl
-from agentrl.cli.train import _check_flags
+from agentrl.cli.services import check_training_flags
 from agentrl.config.schema import LossConfig
 from agentrl.errors import ConfigError
 from agentrl.losses import loss as loss_module
@@ -50,7 +50,7 @@ PROGRAM = """
 import sys
 import agentrl.config.agreement
 import agentrl.losses.loss
-from agentrl.config.describe import flags_page
+from agentrl.config.schema import flags_page
 from agentrl.config.load import parse
 from agentrl.config.schema import LossConfig
 from agentrl.errors import ConfigError
@@ -158,5 +158,5 @@ def test_a_trainer_finds_a_loss_that_an_imported_module_registers(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(LOSSES, "_registered", dict(LOSSES._registered))
     flags = ["--import_modules", "own_names", "--loss_calculater", "named"]
-    configs = parsed(*flags, validate=_check_flags)
+    configs = parsed(*flags, validate=check_training_flags)
     assert LossSettings.of_run(configs).loss.function.__name__ == "clipped"

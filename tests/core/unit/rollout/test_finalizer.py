@@ -13,7 +13,7 @@ from made_documents import made_call, made_record, made_task
 from agentrl.config.schema import GroupConfig
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
-from agentrl.store.groups import StoredGroup
+from agentrl.store.groups import GroupOutcome, StoredGroup
 
 
 def group(name: str, params: dict[str, Any]) -> StoredGroup:
@@ -31,9 +31,13 @@ class Groups:
         self.groups = {group.task.id: group for group in groups}
         self.summaries: dict[str, Any] = {}
 
-    async def finalize(self, task_id: str, decide: Any, columns: Any) -> bool:
+    async def to_decide(self, task_id: str, columns: Any) -> StoredGroup:
         """As the store's."""
-        self.summaries[task_id] = decide(self.groups[task_id]).summary
+        return self.groups[task_id]
+
+    async def finalize(self, group: StoredGroup, outcome: GroupOutcome) -> bool:
+        """As the store's."""
+        self.summaries[group.task.id] = outcome.summary
         return True
 
 

@@ -12,7 +12,7 @@ from open_tools import open_tools
 from pydantic import Field
 from waiting import cancel
 
-from agentrl.base.permissions import allow
+from agentrl.base.user_code import allow
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError, ScorerError, ToolServerError
 from agentrl.tools.pool import ToolPool

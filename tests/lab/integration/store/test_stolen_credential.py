@@ -17,14 +17,14 @@ from pymongo.asynchronous.database import AsyncDatabase
 from ready_data import ready_data
 
 import agentrl
-from agentrl.base.permissions import allow
+from agentrl.base.user_code import allow
 from agentrl.config.schema import GroupConfig, RunConfig
-from agentrl.data.finalize_group import GroupRules, verifier
+from agentrl.data.finalize_group import GroupRules, finalize_group, verifier
 from agentrl.documents.record import GatewaySession
 from agentrl.documents.run import Evaluation
 from agentrl.documents.status import EvaluationStatus
 from agentrl.documents.task import task_key
-from agentrl.environments.session import open_environment
+from agentrl.environments.environment import open_environment
 from agentrl.errors import ConfigError, StoreError, TaskEnvironmentError
 from agentrl.gateway.feedback import require_rule
 from agentrl.scoring.scorers import SCORERS
@@ -58,7 +58,6 @@ async def thief(
     await store.settings.begin("tasks", {"num_generations": 2}, "train")
     assert await agentrl_db(run_config, "users", "--create") == 0
     found = re.search(r"^agentrl_sampler +made +(\S+)$", capsys.readouterr().out, re.MULTILINE)
-    assert found is not None
     async with await open_existing(dataclasses.replace(run_config, db_connection_string=found[1])) as opened:
         yield opened
     for role in ("sampler", "trainer", "engine", "auditor", "annotator"):
@@ -162,7 +161,7 @@ async def _score_without_a_slot(thief: Store, store: Store) -> None:
         {**document, "_id": f"{key}/0/9", "task": key, "attempt": 9, "score": 9.0}
     )
     with pytest.raises(StoreError, match="its slot is not scored by it"):
-        await store.groups.finalize(key, lambda *_: pytest.fail("the group was decided"))
+        await store.groups.to_decide(key)
 
 
 async def _forge_training_data(thief: Store, store: Store) -> None:
@@ -178,7 +177,6 @@ async def _name_a_path(thief: Store, store: Store) -> None:
         {}, {"$set": {"scorer": "antigravity:fly", "agent_name": "sys:exit"}}
     )
     task = await store.tasks.get(run.READY)
-    assert task is not None
     paths = await store.imports.paths()
 
     def score() -> None:
@@ -247,7 +245,6 @@ async def _invent_a_trajectory(thief: Store, store: Store) -> None:
     claim = await run.claim(thief)
     await run.score(thief, claim, 1.0)
     record = await store.records.get(claim.record_id)
-    assert record is not None
     assert record.score == 1.0
 
 
@@ -265,7 +262,7 @@ async def _choose_the_rules(thief: Store, store: Store) -> None:
     for value in (0.0, 1.0):
         await run.score(thief, await run.claim(thief), value)
     rules = GroupRules(config=GroupConfig(adv_scaling=50.0), seed=0)
-    assert await thief.groups.finalize(key, rules.decide)
+    assert await finalize_group(thief, key, rules)
     ready = [item for item in await ready_data(store, "train") if item.task == key]
     data = await store.training.fetch([item.id for item in ready])
     assert max(item.advantage for item in data) == 50.0

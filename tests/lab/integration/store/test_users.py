@@ -32,7 +32,7 @@ from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.screens.snapshot import SnapshotReader
 from agentrl.store.client import Store, open_existing, open_store
 from agentrl.store.mechanics import blobs
-from agentrl.store.training_data import StaleVersions
+from agentrl.store.steps import StaleVersions
 
 pytestmark = pytest.mark.integration
 

@@ -9,7 +9,7 @@ import pytest
 from pymongo.errors import AutoReconnect, OperationFailure
 
 from agentrl.errors import StoreError
-from agentrl.store.mechanics.write_coalescer import WriteCoalescer
+from agentrl.store.mechanics.connection import WriteCoalescer
 
 
 class Writes:
