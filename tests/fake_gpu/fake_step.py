@@ -24,9 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import flex_attention as torch_flex
 
-from agentrl.distributed.apply import parallelize
 from agentrl.distributed.mesh import Layout, Mesh
-from agentrl.distributed.parallel_model import ParallelModel
+from agentrl.distributed.parallel_model import ParallelModel, parallelize
 from agentrl.losses.settings import LossSettings
 from agentrl.model import attention
 from agentrl.model.flops import Precision, Stopwatch

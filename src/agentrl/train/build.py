@@ -23,7 +23,6 @@ from agentrl.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from agentrl.distributed.apply import parallelize
 from agentrl.distributed.load_shards import load_shards
 from agentrl.distributed.mesh import (
     Layout,
@@ -35,7 +34,7 @@ from agentrl.distributed.mesh import (
     plan_layout,
     single_process,
 )
-from agentrl.distributed.parallel_model import ParallelModel
+from agentrl.distributed.parallel_model import ParallelModel, parallelize
 from agentrl.documents.training import BYTES_PER_TOKEN
 from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.settings import LossSettings
