@@ -11,7 +11,7 @@ from rollout_fakes import FakeTools, ScriptedEngine, format_of
 
 from agentrl.config.sampling import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
-from agentrl.data.trajectory_tree import to_training_data
+from agentrl.data.finalize_group import to_training_data
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams

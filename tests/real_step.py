@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from fake_gpu.rank_step import StepSpec, build_model, step_loss
+from fake_gpu.rank_step import StepSpec, add_gradients, build_model
 from peak_memory import peak_allocated
 
 from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.model.flops import Stopwatch
 from agentrl.train.optimizer import build_optimizer
 
 
@@ -17,9 +15,7 @@ def real_peak(planned: StepSpec) -> int:
     optimizer = build_optimizer(model.model, planned.optim, planned.memory)
 
     def step() -> None:
-        forests = [planned.forest()] * planned.micro_batches
-        watch = Stopwatch(torch.device("cpu"))
-        model.forward_backward(forests, planned.options, step_loss(planned), watch)
+        add_gradients(model, planned, [planned.forest()] * planned.micro_batches)
         model.clip_gradients(1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

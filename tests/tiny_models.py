@@ -23,7 +23,7 @@ from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.record import TokenColumns
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
-from agentrl.model.forward import ForwardOptions
+from agentrl.model.logprobs import ForwardOptions
 
 VOCABULARY = 61
 AGES = {0: 1, 1: 0}

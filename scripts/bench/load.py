@@ -34,7 +34,7 @@ from agentrl.config.schema import ModelConfig, TrainConfig
 from agentrl.distributed.apply import parallelize
 from agentrl.distributed.load_shards import load_shards
 from agentrl.distributed.mesh import build_mesh, leave_processes, plan_layout
-from agentrl.model.forward import check_model
+from agentrl.model.check_model import check_model
 from agentrl.model.load import empty_model, load_model
 
 MIB, GIB = 2**20, 2**30

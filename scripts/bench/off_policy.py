@@ -34,8 +34,8 @@ from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.local.engine.linears import round_to_fp8
 from agentrl.losses.settings import LossSettings
-from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
+from agentrl.model.logprobs import ForwardOptions
 from agentrl.scoring.groups import estimate
 from agentrl.train.optimizer import build_optimizer, build_scheduler
 from agentrl.train.step import PolicyTrainer

@@ -30,11 +30,11 @@ from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 from agentrl.distributed.apply import parallelize
 from agentrl.distributed.expert_parallel import Dispatch
 from agentrl.distributed.mesh import Layout, build_mesh, leave_processes
-from agentrl.model.flops import Precision, Stopwatch
+from agentrl.model.flops import Precision
 from agentrl.train.optimizer import build_optimizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from fake_gpu.rank_step import StepSpec, build_model, local_tensor, planned_memory, step_loss
+from fake_gpu.rank_step import StepSpec, add_gradients, build_model, local_tensor, planned_memory
 from peak_memory import peak_allocated
 
 LIMIT = 0.10
@@ -113,8 +113,7 @@ def measure_rank(
     forests = [spec.forest()] * spec.micro_batches
 
     def step() -> None:
-        watch = Stopwatch(torch.device("cpu"))
-        parallel.forward_backward(forests, spec.options, step_loss(spec), watch)
+        add_gradients(parallel, spec, forests)
         parallel.clip_gradients(1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

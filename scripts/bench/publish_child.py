@@ -162,6 +162,7 @@ async def publish_steps(wanted: dict[str, Any]) -> dict[str, Any]:
     words = [
         *("--run_name", f"bench-{uuid.uuid4().hex[:8]}", "--db_connection_string", wanted["uri"]),
         *("--model_name_or_path", str(model), "--output_dir", str(folder / "out"), *FLAGS[way]),
+        *("--save_steps", "1000000"),  # versions alone are measured
     ]
     configs = parse(words, command="agentrl train", description="", shown=())
     small = wanted["model"] != "1B"
@@ -186,7 +187,8 @@ async def publish_steps(wanted: dict[str, Any]) -> dict[str, Any]:
                 if way == "baseline":
                     await publish_now(store, controller, progress, folder)
                 else:
-                    await publisher.begin()
+                    async with publisher.turns.turn():
+                        await publisher.offer()
                     await publisher.wait_for_bound()
                 waited = time.perf_counter() - began
                 served = await until_served(store, served, process)
@@ -202,7 +204,7 @@ async def publish_steps(wanted: dict[str, Any]) -> dict[str, Any]:
                 await asyncio.sleep(wanted["between"])
             # A version in the trainer's memory has no files; engines get all of its tensors.
             found["bytes"] = newest.bytes or 2 * controller.policy.model.num_parameters()
-            await publisher.end()
+            await publisher.close()
         controller.end()
     return found
 

@@ -17,7 +17,7 @@ from agentrl.documents.training import DBRecordData, Node
 from agentrl.losses.compute import Denominators, old_logprobs, reduce_losses, token_losses
 from agentrl.losses.loss import TokenBatch
 from agentrl.losses.settings import LossSettings
-from agentrl.model.forward import ForwardOptions
+from agentrl.model.logprobs import ForwardOptions
 from agentrl.train.step import forward_backward
 
 AGES = {0: 3, 2: 1}

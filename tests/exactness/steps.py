@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agentrl.config.schema import GroupConfig
-from agentrl.data.trajectory_tree import to_training_data
+from agentrl.data.finalize_group import to_training_data
 from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus

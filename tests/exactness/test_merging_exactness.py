@@ -18,7 +18,7 @@ from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError
 from agentrl.losses.loss import LOSSES
 from agentrl.losses.settings import LossSettings
-from agentrl.model.forward import ForwardOptions
+from agentrl.model.logprobs import ForwardOptions
 from exactness.corrections import cases_of
 from exactness.models import MODELS, tiny_model
 from exactness.reference import (

@@ -28,7 +28,7 @@ from agentrl.distributed.apply import parallelize
 from agentrl.distributed.mesh import Layout, Mesh
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.losses.settings import LossSettings
-from agentrl.model.attention import flex
+from agentrl.model import attention
 from agentrl.model.flops import Precision, Stopwatch
 from agentrl.model.load import allocate
 from agentrl.train import step as trainer_step
@@ -169,7 +169,7 @@ def _values(recorder: Recorder) -> Iterator[None]:
 def _eager_flex() -> Iterator[None]:
     """Leave FlexAttention uncompiled: Triton needs a GPU."""
     with (
-        mock.patch.object(flex, "_kernel", return_value=torch_flex.flex_attention),
+        mock.patch.object(attention, "_kernel", return_value=torch_flex.flex_attention),
         mock.patch.object(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
     ):
         yield

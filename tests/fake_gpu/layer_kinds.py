@@ -14,7 +14,7 @@ from torch import nn
 
 from agentrl.distributed.mesh import Layout
 from agentrl.distributed.pipeline_stages import assign_model_layers
-from agentrl.model.forward import list_kinds
+from agentrl.model.check_model import list_kinds
 from fake_gpu.memory_tracker import Peak, Segment
 
 Depth = tuple[int, ...]

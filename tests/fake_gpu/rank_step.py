@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,14 @@ from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.distributed import apply
 from agentrl.distributed.apply import parallelize
 from agentrl.distributed.mesh import Layout
-from agentrl.distributed.parallel_model import ForestLoss, ParallelModel
+from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.errors import ModelError
 from agentrl.local.plan import memory
 from agentrl.local.plan.memory import ModelNumbers
 from agentrl.losses.compute import Denominators, reduce_losses, token_losses
 from agentrl.losses.settings import LossSettings
-from agentrl.model.flops import ModelShape, Stopwatch
-from agentrl.model.forward import list_kinds
+from agentrl.model.check_model import list_kinds
+from agentrl.model.flops import ModelShape
 from agentrl.model.load import allocate, disable_dropout
 from agentrl.model.lora import add_adapter
 from agentrl.train.build import enable_checkpointing
@@ -162,15 +162,14 @@ def _run_step(tracker: MemoryTracker, spec: StepSpec, parallel: ParallelModel) -
     parameters = list(parallel.parameters())
     tracker.owned, tracker.resized = owned_tensors(parallel, optimizer)
     _make_moments(tracker, optimizer, parameters)
-    watch = Stopwatch(torch.device("cpu"))
     if parallel.mesh.layout.tp > 1:
         # DTensor infers the shapes of results with tensors as large as the whole, and then knows them.
-        parallel.forward_backward([spec.forest()], spec.options, step_loss(spec), watch)
+        add_gradients(parallel, spec, [spec.forest()])
         optimizer.zero_grad(set_to_none=True)
     watch_phases(tracker, model)
     tracker.restart()
     tracker.phase = "activations"
-    parallel.forward_backward([spec.forest()] * spec.micro_batches, spec.options, step_loss(spec), watch)
+    add_gradients(parallel, spec, [spec.forest()] * spec.micro_batches)
     tracker.phase = "backward"
     tracker.begin("clip")
     parallel.clip_gradients(spec.optim.max_grad_norm)
@@ -241,21 +240,22 @@ def planned_memory(spec: StepSpec, layout: Layout) -> memory.RankMemory:
     return memory.measure_step(ModelNumbers.of(model), spec, layout)
 
 
-def step_loss(spec: StepSpec) -> ForestLoss:
-    """Return the run's loss, without the metrics: they read values, which fake tensors have not."""
+def add_gradients(parallel: ParallelModel, spec: StepSpec, forests: Sequence[TokenForest]) -> None:
+    """Add those of the run's loss, without its metrics: they read values, which fake tensors have not."""
     settings = LossSettings.of(spec.loss)
+    for forest, values in parallel.micro_batches(forests, spec.options):
+        torch.autograd.backward(_loss(forest, *values, settings=settings, spec=spec))
 
-    def compute(forest: TokenForest, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        if settings.kl_coef:
-            forest = replace(forest, reference_logprob=np.zeros_like(forest.behavior_logprob))
-        batch = replace(token_batch(forest, logprobs, settings), entropy=entropy)
-        losses = token_losses(batch, settings).losses
-        whole = Denominators(forest.trainable_tokens * spec.micro_batches, float(forest.trajectories))
-        return reduce_losses(
-            losses, batch.mask, batch.row, batch.trajectories, whole, settings, batch.lengths
-        )
 
-    return compute
+def _loss(
+    forest: TokenForest, logprobs: Tensor, entropy: Tensor, *, settings: LossSettings, spec: StepSpec
+) -> Tensor:
+    if settings.kl_coef:
+        forest = replace(forest, reference_logprob=np.zeros_like(forest.behavior_logprob))
+    batch = replace(token_batch(forest, logprobs, settings), entropy=entropy)
+    losses = token_losses(batch, settings).losses
+    whole = Denominators(forest.trainable_tokens * spec.micro_batches, float(forest.trajectories))
+    return reduce_losses(losses, batch.mask, batch.row, batch.trajectories, whole, settings, batch.lengths)
 
 
 def owned_tensors(

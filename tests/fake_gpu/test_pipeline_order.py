@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
-from agentrl.distributed import apply
-from agentrl.distributed.apply import InFlight, PipelineModel
+from agentrl.distributed import parallel_model
+from agentrl.distributed.parallel_model import InFlight, PipelineModel
 from agentrl.model.flops import Stopwatch
-from agentrl.model.forward import ForwardOptions
+from agentrl.model.logprobs import ForwardOptions
 
 pytestmark = pytest.mark.fake_gpu
 
@@ -35,15 +35,19 @@ Batch = list[Operation]
 
 
 class RecordedStage(PipelineModel):
-    """One stage of ``PipelineModel.forward_backward``, with layers that do nothing."""
+    """One stage of ``PipelineModel.micro_batches``, with layers that do nothing."""
 
     def __init__(self, stage: int, stages: int) -> None:
         nn.Module.__init__(self)
         self._place = stage, stages
+        self._reduction = "last"
         self.backwards: list[int] = []
 
+    def forward(self, *unused: Any) -> tuple[()]:
+        return ()
+
     def _forward(
-        self, forest: TokenForest, options: Any, received: Tensor | None, loss: Any, watch: Stopwatch
+        self, forest: TokenForest, options: Any, received: Tensor | None, watch: Stopwatch
     ) -> InFlight:
         return InFlight(forest, received, _states(forest), "")
 
@@ -52,7 +56,11 @@ class RecordedStage(PipelineModel):
         return None if item.received is None else _states(item.forest)
 
     def _buffer(self, forest: TokenForest | None, peer: int) -> Tensor | None:
-        return None if forest is None or not 0 <= peer < self._stages else _states(forest)
+        if forest is None or not 0 <= peer < self._stages:
+            return None
+        buffer = _states(forest)
+        buffer.grad = _states(forest)
+        return buffer
 
     @property
     def _group(self) -> Any:
@@ -87,8 +95,8 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
         found.append(operations)
         return []
 
-    monkeypatch.setattr(apply.dist, "P2POp", operation)
-    monkeypatch.setattr(apply.dist, "batch_isend_irecv", start)
+    monkeypatch.setattr(parallel_model.dist, "P2POp", operation)
+    monkeypatch.setattr(parallel_model.dist, "batch_isend_irecv", start)
     return found
 
 
@@ -122,9 +130,9 @@ def test_no_number_of_micro_batches_hangs(stages: int, batches: list[Batch]) -> 
         programs: list[list[Batch]] = []
         for stage in range(stages):
             model = RecordedStage(stage, stages)
-            model.forward_backward(
-                forests, ForwardOptions(), lambda *unused: torch.empty(()), Stopwatch(torch.device("cpu"))
-            )
+            watch = Stopwatch(torch.device("cpu"))
+            for forest, _ in model.micro_batches(forests, ForwardOptions(), watch):
+                model.backwards.append(forest.tokens)
             assert model.backwards == list(range(1, count + 1))
             programs.append(list(batches))
             batches.clear()

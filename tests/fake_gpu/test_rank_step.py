@@ -14,7 +14,7 @@ from agentrl.config.schema import LossConfig
 from agentrl.distributed.mesh import Layout
 from agentrl.errors import ConfigError
 from agentrl.model.flops import Precision
-from agentrl.model.forward import ForwardOptions
+from agentrl.model.logprobs import ForwardOptions
 from fake_gpu.layer_kinds import Depth, extrapolate
 from fake_gpu.memory_tracker import Peak, Segment
 from fake_gpu.rank_step import StepSpec, measure_step

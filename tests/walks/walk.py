@@ -18,7 +18,8 @@ LEFT_OUT: Final = {
     "store/mechanics/change_stream.py": "it watches the database in the background",
     "store/claims.py:ExpiredLeases": "only a claim that finds no other work looks there",
     "store/claims.py:GroupAdmission._open_groups": "only a claim that may begin groups counts them",
-    "rollout/sampler.py:Sampler._is_done": "only a sampler that has nothing to do asks",
+    "rollout/sampler.py:Sampler.is_done": "only a sampler that has nothing to do asks",
+    "columns/scores.py:QueuedScores": "only what is not scored at once waits in the queue",
 }
 """Files, classes and functions that are no part of a walk, or only now and then, and why."""
 
@@ -60,7 +61,7 @@ WAYS: Final = {
         "A claim until its DBRecordData",
         "sample",
         (
-            Function("rollout/sampler.py", "Sampler._claim_and_start"),
+            Function("columns/pool.py", "Pool.work"),
             Function("rollout/housekeeping.py", "Housekeeping.finalize_own"),
         ),
     ),

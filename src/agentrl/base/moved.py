@@ -14,6 +14,7 @@ MOVED: Final = {
     "agentrl.base.permissions": "agentrl.base.user_code",
     "agentrl.containers": "agentrl.worlds.containers",
     "agentrl.containers.base": "agentrl.worlds.containers.container",
+    "agentrl.rollout.context": "agentrl.rollout.agents",
     "agentrl.rollout.langgraph": "agentrl.worlds.langgraph",
     "agentrl.rollout.langgraph.agent_graph": "agentrl.worlds.langgraph",
     "agentrl.rollout.langgraph.chat_model": "agentrl.worlds.langgraph",

@@ -1,7 +1,8 @@
-"""Decide a finished group and its training data; verify that stored data follow from their group.
+"""Turn a finished group into training data: which tokens of which calls are trained, with which advantage.
 
-Samplers may write Tasks, Records and training data, so the trainer compares each with the others. Data pass
-if a sampler could have sampled and scored them; all other data are refused.
+The trainer verifies stored data by deciding their group again. Samplers may write Tasks, Records and training
+data, so it compares each with the others. Data pass if a sampler could have sampled and scored them; all
+other data are refused.
 """
 
 from __future__ import annotations
@@ -11,18 +12,35 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from agentrl.base.concurrency import DECISION_THREADS, time_limit
 from agentrl.config.training import RIGHT_THRESHOLD, GroupConfig
-from agentrl.data.trajectory_tree import masked_calls, to_training_data
-from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.document import shortened
+from agentrl.documents.images import ImageSpan
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    SamplingMask,
+    TreeRouting,
+    VersionSpan,
+    append_span,
+    branches_of,
+    pack_floats,
+    pack_ids,
+    same_agent,
+    unpack_floats,
+    unpack_ids,
+)
 from agentrl.documents.record import Column, Record, TokenColumns
+from agentrl.documents.sampling import COLDEST, distribution_params
 from agentrl.documents.status import CallStatus, ColumnStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import CONVERSATIONS, Task
-from agentrl.documents.training import DBRecordData
+from agentrl.documents.training import DBRecordData, Node, TrainableSpan, earned_advantage
 from agentrl.errors import AgentRLError, GroupError, StoreError, StoreUnavailableError
 from agentrl.scoring.groups import (
     BUILT_IN,
@@ -40,8 +58,14 @@ from agentrl.store.groups import GroupOutcome, RecordOutcome, StoredGroup, slot_
 if TYPE_CHECKING:
     from agentrl.store.client import Store
 
+
 logger = logging.getLogger(__name__)
 
+FAULTY: Final = frozenset({CallStatus.FORMAT_ERROR, CallStatus.REPEAT_ERROR})
+"""Model calls whose tokens never have a positive advantage."""
+
+_SHOWN: Final = 60
+"""Characters of a parameter's value in a reason."""
 TRAIN_SPLIT: Final = "train"
 
 DECIDE_SECONDS: Final = 120.0
@@ -61,6 +85,364 @@ _COMPARED = (
     "sampling_mask", "routing", "columns", "tokens", "trainable_tokens", "min_version", "max_version",
 )  # fmt: skip
 _PACKED = ("input_ids", "behavior_logprobs", "sampling_mask", "routing", "columns")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """Runs of tokens in depth-first order. The output of a call starts at ``output_starts[call_id]``."""
+
+    nodes: tuple[Node, ...]
+    input_ids: NDArray[np.int32]
+    output_starts: Mapping[str, int]
+    images: tuple[ImageSpan, ...] = ()
+    """Tokens that stand for images, by their place in ``input_ids``."""
+    routing: bytes = b""
+    """The experts of each token, if a call has a routing."""
+
+
+def build_tree(calls: Sequence[DispatchedSamplingTask], kept: Collection[str]) -> TokenTree:
+    """Return the tree of the model calls ``kept`` and all their ancestors.
+
+    A call appends its ``context_ids`` and ``output_ids`` to its parent's output. A call without a parent
+    starts a root; a parent with several children ends a node, and each child starts one. Leaves out calls
+    without a kept descendant. Raises StoreError if a parent is missing or comes later.
+    """
+    children = _children(calls, kept)
+    builder = _Builder(children)
+    for root in children[None]:
+        builder.add_branch(root)
+    return builder.finish()
+
+
+def _children(
+    calls: Sequence[DispatchedSamplingTask], kept: Collection[str]
+) -> dict[str | None, list[DispatchedSamplingTask]]:
+    known: dict[str, DispatchedSamplingTask] = {}
+    for call in calls:
+        if call.parent is not None and call.parent not in known:
+            raise StoreError(
+                f"model call {call.id} continues {call.parent}, which is not among the calls before it",
+                hint="the trajectory is damaged: look at it with `agentrl audit record`; reopen its task",
+            )
+        known[call.id] = call
+    needed: set[str] = set()
+    for call_id in kept:
+        # End at a call that is needed already: so are its ancestors, and a long chain is walked once.
+        while call_id not in needed:
+            needed.add(call_id)
+            parent = known[call_id].parent
+            if parent is None:
+                break
+            call_id = parent
+    children: dict[str | None, list[DispatchedSamplingTask]] = {None: []}
+    for call in calls:
+        if call.id in needed:
+            children.setdefault(call.parent, []).append(call)
+    return children
+
+
+class _Builder:
+    def __init__(self, children: Mapping[str | None, Sequence[DispatchedSamplingTask]]) -> None:
+        self._children = children
+        self._nodes: list[Node] = []
+        self._pieces: list[NDArray[np.int32]] = []
+        self._length = 0
+        self._output_starts: dict[str, int] = {}
+        self._images: list[ImageSpan] = []
+        self._routing = TreeRouting()
+        self._ends: dict[str, int] = {}
+
+    def add_branch(self, first: DispatchedSamplingTask) -> None:
+        """Append the subtree of ``first``, depth-first. Does not recurse: chains may be long."""
+        pending = [(first, -1)]
+        while pending:
+            call, parent_node = pending.pop()
+            start = self._length
+            self._append_call(call)
+            following = self._children.get(call.id, ())
+            while len(following) == 1:
+                call = following[0]
+                self._append_call(call)
+                following = self._children.get(call.id, ())
+            self._nodes.append(Node(start=start, end=self._length, parent=parent_node))
+            # Reverse: the stack gives back the first child first, so that children keep their order.
+            pending.extend((child, len(self._nodes) - 1) for child in reversed(following))
+
+    def finish(self) -> TokenTree:
+        ids = np.concatenate(self._pieces) if self._pieces else np.empty(0, np.int32)
+        images, routing = tuple(self._images), self._routing.finish(self._length)
+        return TokenTree(tuple(self._nodes), ids, self._output_starts, images, routing)
+
+    def _append_call(self, call: DispatchedSamplingTask) -> None:
+        context, output = unpack_ids(call.context_ids), unpack_ids(call.output_ids)
+        self._images += [image.moved(self._length) for image in call.images]
+        self._output_starts[call.id] = self._length + len(context)
+        self._pieces += [context, output]
+        self._routing.add(
+            call.routing, self._length, len(context) + len(output), call.prompt_tokens > len(context),
+            call.parent is not None and self._ends[call.parent] == self._length,
+        )  # fmt: skip
+        self._length += len(context) + len(output)
+        self._ends[call.id] = self._length
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainableCall:
+    call: DispatchedSamplingTask
+    advantage: float
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Consecutive tokens of one call that one policy version sampled, and what is trained of each."""
+
+    span: TrainableSpan
+    logprobs: NDArray[np.float32]
+    mask: SamplingMask
+    places: NDArray[np.int64]
+    """Indices among the generated tokens of all calls of the Record."""
+
+
+def to_training_data(
+    task: Task,
+    record: Record,
+    calls: Sequence[DispatchedSamplingTask],
+    advantage: float,
+    config: GroupConfig,
+    *,
+    turn_advantages: Sequence[float] = (),
+    columns: Sequence[Column] = (),
+    supervised: bool = False,
+) -> DBRecordData | None:
+    """Return the training data of one scored trajectory; None if no model call of it is trained.
+
+    ``calls`` are the Record's model calls, ordered by index; ``turn_advantages`` are added to the advantage
+    of the call with that index. All generated tokens of a trainable call are trained: one span per call and
+    policy version, at the call's sampling temperature. Calls that the Record leaves out (``untrained_calls``)
+    and calls whose distribution another parameter changed (``mask_reason``) are context. ``columns`` are the
+    Record's; the data get those that ``config`` names. With ``supervised`` every call is trainable, at
+    temperature 1, because no loss reads its logprobs. Raises StoreError if the calls contradict one another
+    or the columns, or if the Record has no score.
+    """
+    if record.score is None:
+        raise StoreError(f"record {record.id} has no score and cannot become training data")
+    chosen = [call for call in calls if call.index not in record.untrained_calls]
+    trainable = _trainable_calls(chosen, advantage, turn_advantages, config, supervised)
+    tree = build_tree(calls, [item.call.id for item in trainable])
+    # Count all calls, trained or not: a column has a value for each generated token of the Record.
+    counts = [len(call.output_ids) // 4 for call in calls]
+    first_of = dict(zip((call.id for call in calls), np.cumsum([0, *counts]).tolist(), strict=False))
+    trained = [
+        run
+        for item in sorted(trainable, key=lambda item: tree.output_starts[item.call.id])
+        for run in _runs(item, tree.output_starts[item.call.id], first_of[item.call.id], supervised)
+    ]
+    if not trained:
+        return None
+    named = [column for column in columns if column.name in config.column_names]
+    generated = TokenColumns.of_record(named, sum(counts))
+    return DBRecordData(
+        id=record.id,
+        record=record.id,
+        task=task.id,
+        split=task.split,
+        score=record.score,
+        advantage=advantage,
+        turn_advantages=tuple(turn_advantages),
+        min_version=min(run.span.version for run in trained),
+        max_version=max(run.span.version for run in trained),
+        tokens=len(tree.input_ids),
+        trainable_tokens=sum(len(run.logprobs) for run in trained),
+        turns=record.turns,
+        untrained_calls=record.untrained_calls,
+        faulty_calls=tuple(sorted(item.call.index for item in trainable if item.call.status in FAULTY)),
+        nodes=tree.nodes,
+        spans=tuple(run.span for run in trained),
+        images=tree.images,
+        input_ids=pack_ids(tree.input_ids),
+        behavior_logprobs=pack_floats(np.concatenate([run.logprobs for run in trained])),
+        sampling_mask=SamplingMask.join([run.mask for run in trained]).pack(),
+        routing=tree.routing,
+        columns=generated.select(np.concatenate([run.places for run in trained])).pack(),
+    )
+
+
+def call_advantage(status: CallStatus, advantage: float) -> float | None:
+    """Return the advantage of one model call's tokens; None if the call is not trained.
+
+    ``advantage`` is the call's, its turn advantage included. Malformed tool calls and repeated texts get 0,
+    or ``advantage`` if that is lower.
+    """
+    if status is CallStatus.FAILED:
+        return None
+    return min(advantage, 0.0) if status in FAULTY else advantage
+
+
+def call_temperature(call: DispatchedSamplingTask) -> float | None:
+    """Return the temperature to train ``call`` with; None if it is too low or not a number.
+
+    It is 1 if the document names none.
+    """
+    value = call.sampling_params.get("temperature")
+    if value is None:
+        return 1.0
+    # Refuse a bool, which Python counts as an int: true would be trained as temperature 1.
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and COLDEST <= value < math.inf else None
+
+
+def mask_reason(call: DispatchedSamplingTask) -> str | None:
+    """Return the sampling parameter and value that mask ``call``; None if its tokens can be trained.
+
+    The trainer computes softmax(logits / temperature). A call that was sampled from another distribution
+    (top-p, a penalty, a grammar) has correct importance ratios only if its logprobs are of that distribution
+    (``logprobs_of``). If it stores the ids that truncation kept, the trainer's softmax is over these ids.
+    """
+    if call_temperature(call) is None:
+        return f"temperature {shortened(str(call.sampling_params['temperature']), _SHOWN)}"
+    if call.logprobs_of in ("sampled", "truncated"):
+        return None
+    for name in distribution_params(call.sampling_params):
+        return f"{name} {shortened(str(call.sampling_params[name]), _SHOWN)}"
+    return "logprobs of several distributions" if call.logprobs_of == "other" else None
+
+
+def masked_calls(
+    calls: Sequence[DispatchedSamplingTask],
+    advantage: float,
+    config: GroupConfig,
+    turn_advantages: Sequence[float] = (),
+) -> list[str]:
+    """Return the reason for each call that only a sampling parameter masks, such as ``top_p 0.9``."""
+    earned = ((call, earned_advantage(advantage, turn_advantages, call.index)) for call in calls)
+    return [
+        reason
+        for call, own in earned
+        if _own_advantage(call, own, config) is not None and (reason := mask_reason(call)) is not None
+    ]
+
+
+def _trainable_calls(
+    calls: Sequence[DispatchedSamplingTask], advantage: float, turn_advantages: Sequence[float],
+    config: GroupConfig, supervised: bool,
+) -> list[_TrainableCall]:  # fmt: skip
+    chosen = []
+    for call in calls:
+        own = _own_advantage(call, earned_advantage(advantage, turn_advantages, call.index), config)
+        if own is None or not _is_consistent(call):
+            continue
+        temperature = 1.0 if supervised else call_temperature(call)
+        if temperature is not None and (supervised or mask_reason(call) is None):
+            chosen.append(_TrainableCall(call, own, temperature))
+    return chosen
+
+
+def _own_advantage(call: DispatchedSamplingTask, earned: float, config: GroupConfig) -> float | None:
+    """Return the advantage of a call with tokens to train, else None; ``earned`` as if it were not faulty."""
+    own = call_advantage(call.status, earned)
+    if own is None or not call.output_ids or call.fixed is not None:
+        return None
+    # By what a correct call would get: a faulty call with advantage 0 stays in the loss's denominators, so
+    # that it does not change the weight of the other calls.
+    if (earned == 0.0 and config.drop_zero_advantage) or abs(earned) < config.minimal_advantage:
+        return None
+    return own
+
+
+def _is_consistent(call: DispatchedSamplingTask) -> bool:
+    """Return whether every logprob is finite, as importance ratios need; log a warning if not."""
+    logprobs = unpack_floats(call.logprobs)
+    if len(logprobs) * 4 != len(call.output_ids):
+        raise StoreError(
+            f"model call {call.id} has {len(call.output_ids) // 4} generated tokens"
+            f" and {len(logprobs)} logprobs"
+        )
+    if np.isfinite(logprobs).all():
+        return True
+    logger.warning("model call %s has logprobs that are not finite: it is not trained", call.id)
+    return False
+
+
+def _versions(call: DispatchedSamplingTask, first: int) -> list[VersionSpan]:
+    """Return the call's version spans from token ``first`` on, with adjacent spans of one version merged."""
+    merged: list[VersionSpan] = []
+    reached = 0
+    for span in call.versions:
+        if span.start != reached or span.end < span.start:
+            break
+        reached = span.end
+        append_span(merged, span.version, span.start, span.end)
+    if reached * 4 != len(call.output_ids):
+        raise StoreError(
+            f"the policy versions of model call {call.id} do not cover its {len(call.output_ids) // 4} tokens"
+        )
+    kept = (VersionSpan(version=s.version, start=max(s.start, first), end=s.end) for s in merged)
+    return [span for span in kept if span.start < span.end]
+
+
+def _runs(item: _TrainableCall, start: int, first: int, supervised: bool) -> Iterator[_Run]:
+    """Yield what is trained of a call: its output begins at token ``start`` of the tree.
+
+    ``first`` is its first token's index among the generated tokens of the Record. A token without one before
+    it cannot be trained.
+    """
+    call = item.call
+    packed = b"" if supervised else call.sampling_mask
+    mask, logprobs = SamplingMask.unpack(packed, len(call.output_ids) // 4), unpack_floats(call.logprobs)
+    for version in _versions(call, first=0 if start else 1):
+        here = slice(version.start, version.end)
+        span = TrainableSpan(
+            start=start + version.start,
+            end=start + version.end,
+            call=call.index,
+            version=version.version,
+            advantage=item.advantage,
+            temperature=item.temperature,
+        )
+        yield _Run(span, logprobs[here], mask.select(here), np.arange(first + here.start, first + here.stop))
+
+
+def why_untrained(call: DispatchedSamplingTask, rule: str | None, left_out: Collection[int]) -> str | None:
+    """Return why no token of ``call`` can be trained; None if they can. ``rule`` leaves out ``left_out``."""
+    if call.fixed is not None:
+        return f"answered by {call.fixed.model}, not by the policy"
+    if call.index in left_out:
+        return f"left out by train rule {rule}"
+    parameter = mask_reason(call)
+    return None if parameter is None else f"sampled with {parameter}"
+
+
+def describe_share(
+    calls: Sequence[DispatchedSamplingTask], rule: str | None, left_out: Collection[int]
+) -> str:
+    """Return ``57% of 1,200 sampled tokens can be trained; not: …``, and the rule that would train more."""
+    sampled = sum(call.generated_tokens for call in calls if call.fixed is None)
+    lost: Counter[str] = Counter()
+    for call in calls:
+        why = why_untrained(call, rule, left_out)
+        if why is not None and call.fixed is None:
+            lost[why] += call.generated_tokens
+    trained = sampled - lost.total()
+    text = f"{_percent(trained, sampled)} of {sampled:,} sampled tokens can be trained"
+    if lost:
+        text += "; not: " + ", ".join(f"{tokens:,} {why}" for why, tokens in lost.most_common())
+    if rule == "main":
+        agent = {
+            index
+            for role in {call.role for call in calls}
+            for branch in same_agent(branches_of([call for call in calls if call.role == role]))
+            for index in branch.indexes
+        }
+        other = {call.index for call in calls} - agent
+        more = sum(call.generated_tokens for call in calls if why_untrained(call, "agent", other) is None)
+        if more > trained:
+            text += f" (train: agent would train {_percent(more, sampled)})"
+    return text
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f}%" if whole else "0%"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

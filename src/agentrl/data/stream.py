@@ -1,28 +1,252 @@
-"""Stream training data to the trainer: wait for the fresh groups of a step, prefetch the next step's."""
+"""Choose fresh groups for each step, and stream their data to the trainer; prefetch the next step's.
+
+Ages are counted in optimizer steps: between the weights that sampled a token and those that train it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
 
 from agentrl.base.concurrency import end_tasks
 from agentrl.base.registry import Registry
-from agentrl.data.freshness import Freshness, VersionSteps, choose_groups, weigh
+from agentrl.config.load import Configs
+from agentrl.config.schema import LossConfig, SamplingConfig, TrainConfig
 from agentrl.documents.images import Image
+from agentrl.documents.model_call import SamplingMask, pack_floats, unpack_floats
+from agentrl.documents.record import TokenColumns
 from agentrl.documents.status import DataStatus
-from agentrl.documents.training import DBRecordData, StepOrigin
-from agentrl.errors import TrainingError
-from agentrl.store.steps import StaleVersions
+from agentrl.documents.training import DBRecordData, StepOrigin, TrainableSpan
+from agentrl.errors import ConfigError, TrainingError
+from agentrl.store.steps import ReadyMember, StaleVersions
 
 if TYPE_CHECKING:
-    from agentrl.config.load import Configs
     from agentrl.data.finalize_group import Verify
     from agentrl.documents.run import Relative
     from agentrl.store.client import Store
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 10.0
+"""Interval between looks for data when the change stream reports none."""
+
+LOG_EVERY_SECONDS = 30.0
+_LOOKAHEAD_STEPS = 8
+"""``groups_ready`` stops counting at the groups of this many steps."""
+_LONGEST_PROBLEM = 500
+"""Longest problem that is stored, in characters."""
+_UNUSABLE_GROUPS = 8
+"""Training stops after this many consecutive groups without trainable data: model or limits are wrong."""
+
+StalenessPolicy = Literal["drop", "decay", "mask"]
+SortKey = tuple[int, ...]
+"""Sort key of a Task: the order in which groups begin (number, epoch, order)."""
+_EPSILON = 1e-8
+"""Added to the standard deviation."""
+_NOISE = 1e-9
+"""A standard deviation below this share of the largest advantage is rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freshness:
+    """``--staleness_policy``: how tokens are treated that are more than ``max_staleness`` steps old.
+
+    The age of a token is the number of optimizer steps between the weights that sampled it and those that
+    train it. ``drop``: a group with an older token is stale as a whole. ``mask``: older tokens are not
+    trained; data with no other tokens are stale. ``decay``: nothing is stale; the advantage of an older token
+    is multiplied by exp(−``decay``) for every step beyond ``max_staleness``. ``--out_of_date_decay`` narrows
+    a token's bounds by the same factor for every step of its age.
+    """
+
+    max_staleness: int
+    policy: StalenessPolicy = "drop"
+    decay: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy == "decay" and self.decay is None:
+            raise ConfigError(
+                "--staleness_policy decay needs the rate at which old tokens lose weight",
+                hint="give it, e.g. --out_of_date_decay 0.5; or choose drop or mask",
+            )
+
+    @property
+    def stale_spans(self) -> Literal["any", "all"] | None:
+        """Return whether data are stale if any span is too old or if all spans are; None: never."""
+        stale: dict[StalenessPolicy, Literal["any", "all"]] = {"drop": "any", "mask": "all"}
+        return stale.get(self.policy)
+
+    def oldest(self, step: int) -> int:
+        """Return the earliest step whose tokens are fresh for weights after ``step`` steps."""
+        return max(0, step - self.max_staleness)
+
+    def weigh(self, data: DBRecordData, ages: Mapping[int, int]) -> DBRecordData:
+        """Return ``data`` with old tokens masked or decayed; the same object if no token is old."""
+        beyond = [max(0, ages[span.version] - self.max_staleness) for span in data.spans]
+        if self.policy == "drop" or not any(beyond):
+            return data
+        if self.policy == "mask":
+            return _masked(data, beyond)
+        rate = self.decay or 0.0
+        spans = (
+            replace(span, advantage=span.advantage * math.exp(-rate * steps))
+            for span, steps in zip(data.spans, beyond, strict=True)
+        )
+        return replace(data, spans=tuple(spans))
+
+
+def freshness_of(configs: Configs) -> Freshness:
+    """Return how a trainer with these flags treats old tokens."""
+    sampling = configs[SamplingConfig]
+    return Freshness(
+        max_staleness=0 if sampling.sync_sampling else sampling.max_staleness,
+        policy=configs[TrainConfig].staleness_policy,
+        decay=configs[LossConfig].out_of_date_decay,
+    )
+
+
+def _masked(data: DBRecordData, beyond: Sequence[int]) -> DBRecordData:
+    """Turn spans that are too old into context: no loss and no denominator counts them."""
+    ends = np.cumsum([span.end - span.start for span in data.spans])[:-1]
+    logprobs = np.split(unpack_floats(data.behavior_logprobs), ends)
+    mask = SamplingMask.unpack(data.sampling_mask, data.trainable_tokens)
+    is_kept = np.concatenate(
+        [np.full(len(part), steps == 0) for part, steps in zip(logprobs, beyond, strict=True)]
+    )
+    columns = TokenColumns.unpack(data.columns, data.trainable_tokens)
+    spans = zip(data.spans, logprobs, beyond, strict=True)
+    kept = [(span, part) for span, part, steps in spans if steps == 0]
+    return replace(
+        data,
+        spans=tuple(span for span, _ in kept),
+        trainable_tokens=sum(span.end - span.start for span, _ in kept),
+        behavior_logprobs=pack_floats(np.concatenate([part for _, part in kept]) if kept else []),
+        sampling_mask=mask.select(is_kept).pack(),
+        columns=b"" if columns is None else columns.select(is_kept).pack(),
+    )
+
+
+def weigh(
+    data: Sequence[DBRecordData], ages: Mapping[int, int], freshness: Freshness, *, whitens: bool
+) -> tuple[DBRecordData, ...]:
+    """Return a step's data with old tokens masked or decayed, and whitened advantages if it ``whitens``.
+
+    Masking comes before whitening: no mean counts a masked token. Decay comes after it: otherwise whitening
+    would turn a decayed advantage into −mean / std.
+    """
+    if whitens and freshness.policy == "decay":
+        data = whiten(data)
+    weighed = tuple(freshness.weigh(item, ages) for item in data)
+    return whiten(weighed) if whitens and freshness.policy != "decay" else weighed
+
+
+def choose_groups(
+    members: Sequence[ReadyMember],
+    count: int,
+    order: Mapping[str, SortKey] | None = None,
+    avoid: Collection[str] = (),
+) -> dict[str, list[str]]:
+    """Return at most ``count`` whole groups, {task: [data id, …]}, in the order in which they began.
+
+    A slow group comes before groups that began later, even if they were ready sooner. Trained groups
+    (``max_trained_count``) come after untrained ones. Among equals, groups without a key in ``order`` come
+    last, in the order of ``members``. Groups with an id in ``avoid`` come after all others. The ids of a
+    group are sorted, so the choice is deterministic.
+    """
+    groups: dict[str, list[str]] = {}
+    trained: dict[str, int] = {}
+    for member in members:
+        groups.setdefault(member.task, []).append(member.id)
+        trained[member.task] = max(member.trained_count, trained.get(member.task, 0))
+    known = order or {}
+    last = (math.inf,)
+
+    def rank(task: str) -> tuple[bool, int, tuple[float, ...]]:
+        return any(id in avoid for id in groups[task]), trained[task], known.get(task, last)
+
+    return {task: sorted(groups[task]) for task in sorted(groups, key=rank)[:count]}
+
+
+class VersionSteps:
+    """Map each policy version to the step at which it was published, also if it was withdrawn later.
+
+    Ages count from that step. When a trainer resumes, version numbers jump and steps go back; ages do
+    neither. Each version is read once.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._steps: dict[int, int] = {}
+        """{version: step}, ascending."""
+
+    async def ages(self, versions: Iterable[int], step: int) -> dict[int, int]:
+        """Return {version: age} for weights after ``step`` steps, without versions never published."""
+        wanted = set(versions)
+        if not wanted <= self._steps.keys():
+            await self._read()
+        # Stop at 0: after a resume engines may still sample with a version of a later step.
+        return {version: max(0, step - self._steps[version]) for version in wanted & self._steps.keys()}
+
+    async def published_before(self, step: int) -> tuple[tuple[int, int], ...]:
+        """Return inclusive ranges of the versions published before ``step``, ascending."""
+        await self._read()
+        ranges: list[tuple[int, int]] = []
+        is_open = False
+        for version, published in self._steps.items():
+            # Close a range at each fresh version: after a resume, higher numbers may be of earlier steps.
+            is_old = published < step
+            if is_old:
+                ranges.append((ranges.pop()[0], version) if is_open else (version, version))
+            is_open = is_old
+        return tuple(ranges)
+
+    async def _read(self) -> None:
+        # Read only what is above the newest: what was read never changes, and a run may have thousands.
+        newest = next(reversed(self._steps), -1)
+        self._steps |= await self._store.policy_versions.steps_above(newest)
+
+
+def whitened(advantages: Sequence[float], tokens: Sequence[int]) -> list[float]:
+    """Return A' = (A − mean) / (std + 1e-8), in float64; ``advantages[i]`` stands for ``tokens[i]`` tokens.
+
+    Mean and standard deviation are over all n tokens: REINFORCE++ (arXiv 2501.03262). The variance is the
+    population's, as in OpenRLHF; verl divides by n − 1 instead of n. The sums are exact and do not depend on
+    the order. Equal advantages become 0; without a token they stay as they are.
+    """
+    total = sum(tokens)
+    if total == 0:
+        return list(advantages)
+    mean = math.fsum(value * count for value, count in zip(advantages, tokens, strict=True)) / total
+    centered = [value - mean for value in advantages]
+    squares = (value**2 * count for value, count in zip(centered, tokens, strict=True))
+    deviation = math.sqrt(math.fsum(squares) / total)
+    if deviation <= _NOISE * max(map(abs, advantages)):
+        return [0.0] * len(centered)
+    return [value / (deviation + _EPSILON) for value in centered]
+
+
+def whiten(data: Sequence[DBRecordData]) -> tuple[DBRecordData, ...]:
+    """Return ``data`` with whitened advantages; the weight of a span is its number of tokens.
+
+    Mean and deviation are of the advantages that the calls would have if none were faulty. A faulty call
+    then gets its whitened advantage or 0, whichever is lower. The order of ``data`` changes no value.
+    """
+    spans = [(item, span) for item in data for span in item.spans]
+    earned = [item.earned_advantage(span.call) for item, span in spans]
+    advantages = iter(whitened(earned, [span.end - span.start for _, span in spans]))
+
+    def of_span(item: DBRecordData, span: TrainableSpan) -> TrainableSpan:
+        advantage = next(advantages)
+        # Cap after whitening, which made +1.67 of a malformed call's 0.
+        return replace(span, advantage=min(advantage, 0.0) if span.call in item.faulty_calls else advantage)
+
+    return tuple(replace(item, spans=tuple(of_span(item, span) for span in item.spans)) for item in data)
 
 
 @dataclass(frozen=True)
@@ -107,7 +331,7 @@ class OpenSource(Protocol):
 
 
 STEP_SOURCES: Registry[OpenSource] = Registry(
-    "step source", group="agentrl.step_sources", built_in=("agentrl.lab.recorded",)
+    "step source", group="agentrl.step_sources", built_in=("agentrl.lab.whatif_run",)
 )
 """By the kinship of a run to its parent, for those that do not train what they sample."""
 
@@ -165,21 +389,6 @@ def trajectory_means(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float]
         "abandoned_fraction": 1 - sum(s["trained"] for s in summaries) / scored,
         "abandoned_groups": sum(not s["trained"] for s in summaries) / len(summaries),
     }
-
-
-logger = logging.getLogger(__name__)
-
-POLL_SECONDS = 10.0
-"""Interval between looks for data when the change stream reports none."""
-
-LOG_EVERY_SECONDS = 30.0
-_LOOKAHEAD_STEPS = 8
-"""``groups_ready`` stops counting at the groups of this many steps."""
-_LONGEST_PROBLEM = 500
-"""Longest problem that is stored, in characters."""
-
-_UNUSABLE_GROUPS = 8
-"""Training stops after this many consecutive groups without trainable data: model or limits are wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -396,17 +605,6 @@ class DataStream:
             return None
         return await self._step_data(data, step, is_rest=False) if data else None
 
-    async def _quarantine_unproven(self, data: Sequence[DBRecordData]) -> bool:
-        """Quarantine the groups that fail ``verify``; return whether there are any."""
-        problems = {} if self._verify is None else await self._verify(data)
-        for task, problem in problems.items():
-            count = await self._store.training.quarantine({"task": task}, problem, attempt=self._attempt)
-            self._quarantined += count
-            logger.error(
-                "%d trajectories of group %s are not trained: %s (agentrl db check)", count, task, problem
-            )
-        return bool(problems)
-
     async def _usable(self, groups: Mapping[str, Sequence[str]], step: int) -> list[DBRecordData] | None:
         """Return the data of ``groups``; None if some were quarantined or have changed: choose again."""
         ids = [id for members in groups.values() for id in members]
@@ -424,14 +622,22 @@ class DataStream:
         if problems or len(found) < len(ids):
             return None
         data = [found[id] for id in ids]
-        return None if await self._quarantine_unproven(data) else data
+        unproven = {} if self._verify is None else await self._verify(data)
+        for task, problem in unproven.items():
+            count = await self._store.training.quarantine({"task": task}, problem, attempt=self._attempt)
+            self._quarantined += count
+            logger.error(
+                "%d trajectories of group %s are not trained: %s (agentrl db check)", count, task, problem
+            )
+        return None if unproven else data
 
     async def _read(self, ids: Sequence[str], step: int) -> tuple[dict[str, DBRecordData], dict[str, str]]:
         """Return data by id, and the problem of each document that ``step`` cannot train."""
         found, problems = await self._store.training.fetch_readable(ids)
         ready = [item for item in found.values() if item.status is DataStatus.READY]
         # Check before a step is planned: one bad id or NaN stopped the trainer at every start.
-        problems |= await asyncio.to_thread(self._problems, ready)
+        why = await asyncio.to_thread(lambda: {item.id: self._settings.problem_of(item) for item in ready})
+        problems |= {id: problem for id, problem in why.items() if problem is not None}
         ages = await self._ages(ready, step)
         for item in ready:
             unknown = {span.version for span in item.spans} - ages.keys()
@@ -443,10 +649,6 @@ class DataStream:
         """Return {version: age} of the published versions in ``data``."""
         return await self._versions.ages({span.version for item in data for span in item.spans}, step - 1)
 
-    def _problems(self, data: Sequence[DBRecordData]) -> dict[str, str]:
-        why = {item.id: self._settings.problem_of(item) for item in data}
-        return {id: problem for id, problem in why.items() if problem is not None}
-
     async def _quarantine(self, problems: Mapping[str, str]) -> None:
         for id, why in problems.items():
             logger.error("trajectory %s is quarantined, and its group is trained without it: %s", id, why)
@@ -455,11 +657,9 @@ class DataStream:
             )
 
     async def _step_data(self, data: Sequence[DBRecordData], step: int, *, is_rest: bool) -> StepData:
-        groups = tuple(dict.fromkeys(item.task for item in data))
-        ages = await self._ages(data, step)
-        settings = self._settings
-        weighed = weigh(data, ages, settings.freshness, whitens=settings.whitening == "batch")
-        return StepData(groups, weighed, ages, is_rest)
+        groups, ages = tuple(dict.fromkeys(item.task for item in data)), await self._ages(data, step)
+        whitens = self._settings.whitening == "batch"
+        return StepData(groups, weigh(data, ages, self._settings.freshness, whitens=whitens), ages, is_rest)
 
     async def _sampling_finished(self) -> bool:
         """Return whether every epoch holds every task and all groups are finalized."""

@@ -1,44 +1,30 @@
-"""Apply a layout to a model: split its layers, experts and stages, shard it, and run its stages (1F1B).
+"""Apply a layout to a model: split its layers, experts and stages, and shard it.
 
 transformers splits the modules by the plan in the model's configuration.
-
-Every stage knows every forest, so hidden states and gradients are sent in their own lengths, and a stage
-keeps those of the forests in flight only. (``torch.distributed.pipelining`` needs equal shapes, a buffer per
-micro-batch, and at least as many micro-batches as stages.)
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import nn
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from agentrl.data.forest import TokenForest
 from agentrl.distributed.context_parallel import check_context
 from agentrl.distributed.expert_parallel import check_experts, is_experts, shard_experts
 from agentrl.distributed.fsdp import (
     GradientReduction,
     choose_reduction,
     mark_partial,
-    set_reduction,
     shard_layers,
     shard_root,
 )
 from agentrl.distributed.mesh import Mesh
-from agentrl.distributed.parallel_model import ForestLoss, ParallelModel
+from agentrl.distributed.parallel_model import ParallelModel, PipelineModel
 from agentrl.distributed.pipeline_stages import assign_model_layers, check_stages, keep_stage
 from agentrl.errors import ConfigError
-from agentrl.model.attention.sdpa import set_attention
-from agentrl.model.flops import Precision, Stopwatch
-from agentrl.model.forward import ForwardOptions
+from agentrl.model.flops import Precision
 
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 """transformers' name for a module that every rank holds whole and applies to its own heads."""
@@ -162,153 +148,3 @@ def parallelize(
     if uses_fsdp:
         shard_root(parallel, mesh, policy)
     return parallel
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A forest between its forward and its backward on this stage."""
-
-    forest: TokenForest
-    received: Tensor | None
-    """Hidden states [N, H]; None on the first stage."""
-    output: Tensor
-    """Hidden states [N, H]; on the last stage the loss."""
-    attention: str
-    """The attention implementation of the forward: the backward needs it to recompute activations."""
-
-
-class PipelineModel(ParallelModel):
-    """A ``ParallelModel`` of which each rank holds one stage of layers."""
-
-    def logprobs(
-        self, forests: Sequence[TokenForest], options: ForwardOptions
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Return logprob and entropy (float32[T] each) of each forest's trainable tokens, on every stage.
-
-        Call it under ``torch.no_grad``.
-        """
-        computed: list[Tensor] = []
-        for forest in forests:
-            received, _ = self._exchange(states_of=forest)
-            output = self(forest, replace(options, divergence=False), received)
-            if self._is_last:
-                computed.append(torch.stack(output))
-            else:
-                self._exchange(states=output)
-        counts = [forest.trainable_tokens for forest in forests]
-        found = torch.empty(2, sum(counts), device=self.model.device)
-        if self._is_last:
-            found = torch.cat(computed, 1)
-        dist.broadcast(found, group=self._group, group_src=self._stages - 1)
-        return [(part[0], part[1]) for part in torch.split(found, counts, 1)]
-
-    def forward_backward(
-        self, forests: Sequence[TokenForest], options: ForwardOptions, loss: ForestLoss, watch: Stopwatch
-    ) -> None:
-        """Run forward and backward of all forests; only the last stage calls ``loss``.
-
-        A stage first runs as many forests forward as stages follow it. Then it alternates one forward and one
-        backward (1F1B), and at the end it runs the remaining backwards.
-        """
-        in_flight: deque[InFlight] = deque()
-        ahead = min(len(forests), self._stages - 1 - self._stage)
-        for forest in forests[:ahead]:
-            received, _ = self._exchange(states_of=forest)
-            in_flight.append(self._forward(forest, options, received, loss, watch))
-            self._exchange(states=in_flight[-1].output)
-        received, _ = self._exchange(states_of=_at(forests, ahead))
-        for index in range(ahead, len(forests)):
-            newest = self._forward(forests[index], options, received, loss, watch)
-            in_flight.append(newest)
-            oldest, following = in_flight.popleft(), _at(forests, index + 1)
-            _, gradient = self._exchange(states=newest.output, gradient_of=oldest.forest)
-            is_last = following is None and not in_flight
-            done = self._backward(oldest, gradient, watch, is_last=is_last)
-            received, _ = self._exchange(gradient=done, states_of=following)
-        while in_flight:
-            oldest = in_flight.popleft()
-            _, gradient = self._exchange(gradient_of=oldest.forest)
-            self._exchange(gradient=self._backward(oldest, gradient, watch, is_last=not in_flight))
-
-    def _forward(
-        self,
-        forest: TokenForest,
-        options: ForwardOptions,
-        received: Tensor | None,
-        loss: ForestLoss,
-        watch: Stopwatch,
-    ) -> InFlight:
-        if received is not None:
-            received.requires_grad_()
-        output = self(forest, options, received)
-        output = loss(forest, *output) if self._is_last else output
-        watch.lap("forward")
-        return InFlight(forest, received, output, self.model.config._attn_implementation)
-
-    def _backward(
-        self, item: InFlight, gradient: Tensor | None, watch: Stopwatch, *, is_last: bool
-    ) -> Tensor | None:
-        """Add up this stage's gradients; return the gradient of the hidden states that it received."""
-        set_attention(self.model, item.attention)
-        set_reduction(self, self._reduction, is_last=is_last)
-        torch.autograd.backward(item.output, gradient)
-        watch.lap("backward")
-        return None if item.received is None else item.received.grad
-
-    def _exchange(
-        self,
-        *,
-        states: Tensor | None = None,
-        gradient: Tensor | None = None,
-        states_of: TokenForest | None = None,
-        gradient_of: TokenForest | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Send hidden states forward and a gradient backward, and receive those of other forests, at once.
-
-        Sends ``states`` to the next stage and ``gradient`` to the previous one. Returns the hidden states of
-        ``states_of`` from the previous stage and the gradient of ``gradient_of`` from the next one. The
-        first stage has no previous and the last no next one; what they would receive is None.
-        """
-        arriving = self._buffer(states_of, self._stage - 1)
-        returning = self._buffer(gradient_of, self._stage + 1)
-        operations = [
-            dist.P2POp(operation, tensor.detach(), group=self._group, group_peer=peer)
-            for operation, tensor, peer in (
-                (dist.isend, gradient, self._stage - 1),
-                (dist.irecv, arriving, self._stage - 1),
-                (dist.isend, states, self._stage + 1),
-                (dist.irecv, returning, self._stage + 1),
-            )
-            if tensor is not None and 0 <= peer < self._stages
-        ]
-        # Start all at once: two stages that both sent first would wait for each other.
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()
-        return arriving, returning
-
-    def _buffer(self, forest: TokenForest | None, peer: int) -> Tensor | None:
-        """Return a buffer for hidden states [N, H] of ``forest``, or their gradient, from stage ``peer``."""
-        if forest is None or not 0 <= peer < self._stages:
-            return None
-        width = self.model.config.get_text_config().hidden_size
-        return torch.empty(self.tokens(forest), width, dtype=self.products, device=self.model.device)
-
-    @property
-    def _group(self) -> ProcessGroup:
-        return self.mesh.group("pp")
-
-    @property
-    def _stage(self) -> int:
-        return self.mesh.coordinate("pp")
-
-    @property
-    def _stages(self) -> int:
-        return self.mesh.layout.pp
-
-    @property
-    def _is_last(self) -> bool:
-        return self.mesh.is_last_stage
-
-
-def _at(forests: Sequence[TokenForest], index: int) -> TokenForest | None:
-    return forests[index] if index < len(forests) else None

@@ -17,11 +17,20 @@ from transformers import AttentionInterface
 from agentrl.data.forest import Ints, TokenForest
 from agentrl.distributed.pipeline_stages import receiving
 from agentrl.errors import ConfigError
-from agentrl.model.attention.executor import MaskLimits, check_compatibility
-from agentrl.model.attention.flex import BLOCK, block_attention, forest_block_mask, has_flex
-from agentrl.model.attention.sdpa import Segment, check_call, segment_mask, set_attention, split_segments
-from agentrl.model.forward import ForwardOptions, forest_logprobs
-from agentrl.model.logprobs import OutputHead
+from agentrl.model.attention import (
+    BLOCK,
+    MaskLimits,
+    Segment,
+    block_attention,
+    check_call,
+    check_compatibility,
+    forest_block_mask,
+    has_flex,
+    segment_mask,
+    set_attention,
+    split_segments,
+)
+from agentrl.model.logprobs import ForwardOptions, OutputHead, forest_logprobs
 from agentrl.model.routing import routing_input
 
 

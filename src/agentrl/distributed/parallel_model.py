@@ -1,15 +1,22 @@
-"""Run a causal LM over micro-batches on the ranks of a mesh; a single process is a mesh of one rank."""
+"""Run a causal LM over micro-batches on the ranks of a mesh; a single process is a mesh of one rank.
+
+Every stage of a pipeline knows every forest, so hidden states and gradients are sent in their own lengths,
+and a stage keeps those of the forests in flight only. (``torch.distributed.pipelining`` needs equal shapes, a
+buffer per micro-batch, and at least as many micro-batches as stages.)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -25,13 +32,12 @@ from agentrl.distributed.fsdp import (
 from agentrl.distributed.mesh import Mesh
 from agentrl.distributed.pipeline_stages import run_stage, sum_tied_gradients
 from agentrl.errors import ModelError
-from agentrl.model.attention.executor import ForestExecutor, build_executor
+from agentrl.model.attention import ForestExecutor, build_executor, set_attention
 from agentrl.model.flops import Stopwatch
-from agentrl.model.forward import ForwardOptions, forest_logprobs
-from agentrl.model.logprobs import OutputHead, output_head
+from agentrl.model.logprobs import ForwardOptions, OutputHead, forest_logprobs, output_head
 
-ForestLoss = Callable[..., Tensor]
-"""(forest, what ``forest_logprobs`` returns) → the forest's part of the step's loss, a scalar."""
+MicroBatches = Iterator[tuple[TokenForest, tuple[Tensor, ...]]]
+"""Forests, each with what ``forest_logprobs`` returns of it."""
 
 
 class ParallelModel(nn.Module):
@@ -81,21 +87,22 @@ class ParallelModel(nn.Module):
         # Ask for no divergence: it would be a third result, which the loss alone reads.
         return [self(forest, replace(options, divergence=False)) for forest in forests]
 
-    def forward_backward(
-        self, forests: Sequence[TokenForest], options: ForwardOptions, loss: ForestLoss, watch: Stopwatch
-    ) -> None:
-        """Add the gradients of each forest's ``loss`` to the parameters; time ``forward`` and ``backward``.
+    def micro_batches(
+        self, forests: Sequence[TokenForest], options: ForwardOptions, watch: Stopwatch | None = None
+    ) -> MicroBatches:
+        """Run one forest after the other forward, and yield each with its logprobs.
 
-        A rank among several runs forests without trainable tokens too, because other ranks wait for it.
+        Call the backward of a forest's part of the loss before asking for the next forest: the memory of one
+        is in use at a time. Of a pipeline, the last stage alone yields; the others run all forests forward
+        and backward meanwhile, and ``watch`` gets their times.
         """
+        # Keep those without trainable tokens if there are other ranks: their collectives wait for this one.
         if self.mesh.layout.world == 1:
             forests = [forest for forest in forests if forest.trainable_tokens]
         for number, forest in enumerate(forests, 1):
-            part = loss(forest, *self(forest, options))
-            watch.lap("forward")
+            values = self(forest, options)
             set_reduction(self, self._reduction, is_last=number == len(forests))
-            torch.autograd.backward(part)
-            watch.lap("backward")
+            yield forest, values
 
     def clip_gradients(self, max_norm: float) -> float:
         """Complete the gradients and clip them by their joint norm; return the norm before."""
@@ -152,3 +159,161 @@ class ParallelModel(nn.Module):
         weight, group = head.weight.to_local(), self.mesh.group("tp")
         bias = None if head.bias is None else local_part(head.bias)
         return replace(head, weight=weight, bias=bias, group=group, first=dist.get_rank(group) * len(weight))
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A forest between its forward and its backward on a stage before the last."""
+
+    forest: TokenForest
+    received: Tensor | None
+    """Hidden states [N, H]; None on the first stage."""
+    output: Tensor
+    """Hidden states [N, H]."""
+    attention: str
+    """The attention implementation of the forward: the backward needs it to recompute activations."""
+
+
+class PipelineModel(ParallelModel):
+    """A ``ParallelModel`` of which each rank holds one stage of layers."""
+
+    def logprobs(
+        self, forests: Sequence[TokenForest], options: ForwardOptions
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return logprob and entropy (float32[T] each) of each forest's trainable tokens, on every stage.
+
+        Call it under ``torch.no_grad``.
+        """
+        computed: list[Tensor] = []
+        for forest in forests:
+            received, _ = self._exchange(states_of=forest)
+            output = self(forest, replace(options, divergence=False), received)
+            if self._is_last:
+                computed.append(torch.stack(output))
+            else:
+                self._exchange(states=output)
+        counts = [forest.trainable_tokens for forest in forests]
+        found = torch.empty(2, sum(counts), device=self.model.device)
+        if self._is_last:
+            found = torch.cat(computed, 1)
+        dist.broadcast(found, group=self._group, group_src=self._stages - 1)
+        return [(part[0], part[1]) for part in torch.split(found, counts, 1)]
+
+    def micro_batches(
+        self, forests: Sequence[TokenForest], options: ForwardOptions, watch: Stopwatch | None = None
+    ) -> MicroBatches:
+        """Yield, on the last stage, each forest with its logprobs; run the others' layers meanwhile (1F1B).
+
+        The last stage runs the backward of a forest right after its forward. A stage before it first runs as
+        many forests forward as stages follow it. Then it alternates one forward and one backward, and at the
+        end it runs the remaining backwards.
+        """
+        if not self._is_last:
+            self._run_all(forests, options, watch or Stopwatch(self.model.device))
+            return
+        received, _ = self._exchange(states_of=_at(forests, 0))
+        for number, forest in enumerate(forests, 1):
+            values = self(forest, options, cast(Tensor, received).requires_grad_())
+            set_reduction(self, self._reduction, is_last=number == len(forests))
+            yield forest, values
+            # The caller has run the backward: the states' gradient goes to the stage before.
+            gradient = cast(Tensor, received).grad
+            received, _ = self._exchange(gradient=gradient, states_of=_at(forests, number))
+
+    def _run_all(self, forests: Sequence[TokenForest], options: ForwardOptions, watch: Stopwatch) -> None:
+        """Run the layers of a stage before the last forward and backward over all forests."""
+        in_flight: deque[InFlight] = deque()
+        ahead = min(len(forests), self._stages - 1 - self._stage)
+        for forest in forests[:ahead]:
+            received, _ = self._exchange(states_of=forest)
+            in_flight.append(self._forward(forest, options, received, watch))
+            self._exchange(states=in_flight[-1].output)
+        received, _ = self._exchange(states_of=_at(forests, ahead))
+        for index in range(ahead, len(forests)):
+            newest = self._forward(forests[index], options, received, watch)
+            in_flight.append(newest)
+            oldest = in_flight.popleft()
+            _, gradient = self._exchange(states=newest.output, gradient_of=oldest.forest)
+            done = self._backward(oldest, gradient, watch, is_last=False)
+            received, _ = self._exchange(gradient=done, states_of=_at(forests, index + 1))
+        while in_flight:
+            oldest = in_flight.popleft()
+            _, gradient = self._exchange(gradient_of=oldest.forest)
+            self._exchange(gradient=self._backward(oldest, gradient, watch, is_last=not in_flight))
+
+    def _forward(
+        self, forest: TokenForest, options: ForwardOptions, received: Tensor | None, watch: Stopwatch
+    ) -> InFlight:
+        if received is not None:
+            received.requires_grad_()
+        output = self(forest, options, received)
+        watch.lap("forward")
+        return InFlight(forest, received, output, self.model.config._attn_implementation)
+
+    def _backward(
+        self, item: InFlight, gradient: Tensor | None, watch: Stopwatch, *, is_last: bool
+    ) -> Tensor | None:
+        """Add up this stage's gradients; return the gradient of the hidden states that it received."""
+        set_attention(self.model, item.attention)
+        set_reduction(self, self._reduction, is_last=is_last)
+        torch.autograd.backward(item.output, gradient)
+        watch.lap("backward")
+        return None if item.received is None else item.received.grad
+
+    def _exchange(
+        self,
+        *,
+        states: Tensor | None = None,
+        gradient: Tensor | None = None,
+        states_of: TokenForest | None = None,
+        gradient_of: TokenForest | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Send hidden states forward and a gradient backward, and receive those of other forests, at once.
+
+        Sends ``states`` to the next stage and ``gradient`` to the previous one. Returns the hidden states of
+        ``states_of`` from the previous stage and the gradient of ``gradient_of`` from the next one. The
+        first stage has no previous and the last no next one; what they would receive is None.
+        """
+        arriving = self._buffer(states_of, self._stage - 1)
+        returning = self._buffer(gradient_of, self._stage + 1)
+        operations = [
+            dist.P2POp(operation, tensor.detach(), group=self._group, group_peer=peer)
+            for operation, tensor, peer in (
+                (dist.isend, gradient, self._stage - 1),
+                (dist.irecv, arriving, self._stage - 1),
+                (dist.isend, states, self._stage + 1),
+                (dist.irecv, returning, self._stage + 1),
+            )
+            if tensor is not None and 0 <= peer < self._stages
+        ]
+        # Start all at once: two stages that both sent first would wait for each other.
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        return arriving, returning
+
+    def _buffer(self, forest: TokenForest | None, peer: int) -> Tensor | None:
+        """Return a buffer for hidden states [N, H] of ``forest``, or their gradient, from stage ``peer``."""
+        if forest is None or not 0 <= peer < self._stages:
+            return None
+        width = self.model.config.get_text_config().hidden_size
+        return torch.empty(self.tokens(forest), width, dtype=self.products, device=self.model.device)
+
+    @property
+    def _group(self) -> ProcessGroup:
+        return self.mesh.group("pp")
+
+    @property
+    def _stage(self) -> int:
+        return self.mesh.coordinate("pp")
+
+    @property
+    def _stages(self) -> int:
+        return self.mesh.layout.pp
+
+    @property
+    def _is_last(self) -> bool:
+        return self.mesh.is_last_stage
+
+
+def _at(forests: Sequence[TokenForest], index: int) -> TokenForest | None:
+    return forests[index] if index < len(forests) else None

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.distributed.fsdp import local_part
 from agentrl.errors import ConfigError, ModelError
-from agentrl.model.attention.executor import ForestExecutor, build_executor
+from agentrl.model.attention import ForestExecutor, build_executor
+from agentrl.model.check_model import small_copy
 from agentrl.model.flops import ModelShape
-from agentrl.model.forward import small_copy
 from agentrl.model.load import is_empty
 
 _PROJECTED = 0.5

@@ -28,8 +28,16 @@ from agentrl.documents.status import EvaluationStatus
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import ReadResult
 from agentrl.errors import ENGINES, EngineError, ModelError, TaskFileError
-from agentrl.evaluation.engines import FixedVersionRouter, PolicyEngines, shared_versions, wait_for_shared
-from agentrl.evaluation.policy import EvaluatedPolicy, find_model, find_version, of_published
+from agentrl.evaluation.policy import (
+    EvaluatedPolicy,
+    FixedVersionRouter,
+    PolicyEngines,
+    find_model,
+    find_version,
+    of_published,
+    shared_versions,
+    wait_for_shared,
+)
 from agentrl.evaluation.report import evaluated_tasks, render, results_of
 from agentrl.observe.logging import describe_process_id
 from agentrl.observe.progress import Parts, StoppedError

@@ -21,6 +21,9 @@ from agentrl.base.bounded_http import is_loopback
 from agentrl.base.concurrency import wait_for_any
 from agentrl.base.processes import stop_on_signals
 from agentrl.base.user_code import allow, is_listed
+from agentrl.columns.outages import Outages
+from agentrl.columns.pool import Pool, owner_name
+from agentrl.columns.scores import QueuedScores, Scoring
 from agentrl.config.flags import require
 from agentrl.config.load import Configs
 from agentrl.config.sampling import AgentConfig, GatewayConfig
@@ -56,11 +59,9 @@ from agentrl.gateway.dialects.fields import kind_of, load_body, short
 from agentrl.gateway.feedback import give_feedback, require_rule
 from agentrl.gateway.request import GatewayError, invalid
 from agentrl.observe.begin_run import begin_model, begin_run
-from agentrl.rollout.agent_io import GatewayResult, failure_text
-from agentrl.rollout.held_claims import owner_name
+from agentrl.observe.logging import failure_text
+from agentrl.rollout.agent_io import GatewayResult
 from agentrl.rollout.housekeeping import GroupFinalizer
-from agentrl.rollout.outages import Outages
-from agentrl.rollout.scoring import Scoring, ScoringQueue
 from agentrl.rollout.setup import live_engines, model_folder, open_format, open_router, sampling_params
 from agentrl.store.client import open_store
 from agentrl.store.mechanics.retry import log_store_errors, retry_outages
@@ -102,15 +103,14 @@ class ProductConversations:
     key: str | None
     """The bearer token of the product; None: programs of this machine open conversations, and feedback needs
     the key of its conversation."""
-    _queue: ScoringQueue = field(init=False)
+    _queue: Pool[Claim] = field(init=False)
     _writing: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     """A lock for each conversation: two writes at a time would only conflict in the database."""
 
     def __post_init__(self) -> None:
-        self._queue = ScoringQueue(
-            self.scoring, split=TRAIN_SPLIT, owner=owner_name(), only_scorer=FEEDBACK,
-            concurrency=self.scoring.sampling.max_concurrent_scorings,
-        )  # fmt: skip
+        scores = QueuedScores(self.scoring, split=TRAIN_SPLIT, owner=owner_name(), only_scorer=FEEDBACK)
+        concurrency = self.scoring.sampling.max_concurrent_scorings
+        self._queue = Pool(self.store, scores, self.scoring.claims, concurrency)
 
     def routes(self) -> list[Route]:
         """Return the routes for products."""

@@ -29,9 +29,8 @@ from agentrl.documents.run import PolicyVersion, Rebuilt, Relative, Retraction, 
 from agentrl.documents.status import StepStatus, VersionStatus
 from agentrl.documents.training import Checkpoint, TrainStep, read_checkpoints
 from agentrl.errors import ConfigError, StoreError
-from agentrl.lab.dataset import FILE, require_pyarrow
-from agentrl.lab.transfer import MANIFEST, Transfer, verify, withdrawn_in
-from agentrl.lab.withdraw import Retractions, RetractSelection, Withdrawing
+from agentrl.lab.deletion import Retractions, RetractSelection, Withdrawing
+from agentrl.lab.transfer import FILE, MANIFEST, Transfer, require_pyarrow, verify, withdrawn_in
 from agentrl.observe.progress import progress
 from agentrl.store.client import Store, open_connection, open_existing, open_store
 from agentrl.store.mechanics.connection import Connection
@@ -144,8 +143,7 @@ async def go_back(store: Store, lease: HeldTrainerLease, found: Influence, roots
     what cannot be deleted.
     """
     if found.first is not None:
-        await store.policy_versions.withdraw_after(found.step, attempt=lease.attempt)
-        await store.steps.revert_after(found.step, attempt=lease.attempt)
+        await lease.go_back(found.step)
     deleted = await lease.discard([folder.name for folder in found.checkpoints])
     checkpoints = [folder for folder in found.checkpoints if folder.name in deleted]
     for folder in checkpoints:

@@ -12,7 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from importlib import metadata
@@ -21,15 +21,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 from packaging.requirements import Requirement
+from rich.console import RenderableType
+from rich.text import Text
 
 from agentrl import __version__
 from agentrl.base.device_lease import has_gpu
 from agentrl.base.installation import missing
-from agentrl.config.load import Configs
+from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     AgentConfig,
     EngineConfig,
+    JsonFlags,
     ModelConfig,
+    PlacementConfig,
     RunConfig,
     SamplingConfig,
     ToolConfig,
@@ -39,12 +43,15 @@ from agentrl.inference.engines.commands import engine_venv, install_hint
 from agentrl.local.mongod import END_OF_LIFE, support_ended_on
 from agentrl.local.placement import place_processes
 from agentrl.observe.logging import redact
+from agentrl.observe.progress import progress
+from agentrl.observe.terminal import print_json, stdout_console, table
 from agentrl.worlds.sandbox.linux import landlock_version
 from agentrl.worlds.sandbox.local import namespace_problem
 
 if TYPE_CHECKING:
     from agentrl.documents.run import InferenceService
     from agentrl.lab.database_server import ServerInfo
+
 
 State = Literal["ok", "warn", "fail"]
 _OLDEST_PYTHON = (3, 11)
@@ -540,8 +547,8 @@ def _check_chat_format(folder: Path, config: ModelConfig, parser: str | None) ->
 
 def check_context(configs: Configs) -> Check:
     """Check that the longest prompt and its continuation fit the context of the model."""
+    from agentrl.calls.prompts import context_problem
     from agentrl.chat.model_folder import model_context_length
-    from agentrl.rollout.prompts import context_problem
 
     name, model = "context", configs[ModelConfig]
     own = None if model.model_name_or_path is None else model_context_length(model.model_name_or_path)
@@ -563,3 +570,53 @@ def _json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
+
+
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def main(argv: list[str]) -> int:
+    """Print the table; return 1 if a check failed, else 0."""
+    configs = parse(
+        argv,
+        command="agentrl doctor",
+        description="Checks this machine, and names the command that fixes each fault. With the flags of your"
+        " run it also checks the database, the model, the tool servers and the engine.",
+        shown=[RunConfig, ModelConfig, EngineConfig, PlacementConfig, SamplingConfig, ToolConfig],
+        extra=[JsonFlags],
+    )
+    checks: list[Check] = []
+    with progress("checking this machine and the services of the run") as work:
+        for check in machine_checks(configs):
+            checks.append(check)
+            work.advance()
+        checks += asyncio.run(_run_checks(configs))
+    failed = sum(check.state == "fail" for check in checks)
+    if configs[JsonFlags].json:
+        print_json({"failed": failed, "checks": checks})
+    else:
+        stdout_console().print(render(checks))
+    return 1 if failed else 0
+
+
+async def _run_checks(configs: Configs) -> list[Check]:
+    run = configs[RunConfig]
+    return [
+        *limit_checks(),
+        check_mongod(run),
+        *await run_checks(run, configs[EngineConfig].alive_seconds),
+        *model_checks(configs[ModelConfig], configs[AgentConfig].tool_call_parser),
+        check_context(configs),
+        await check_agent_config(configs[SamplingConfig]),
+        await check_tools(configs[ToolConfig]),
+    ]
+
+
+def render(checks: Sequence[Check]) -> RenderableType:
+    """Return a table with a row per check: its state, what was found, and how to fix it."""
+    rows = [
+        [Text(check.state, _STYLES[check.state]), check.name, check.found, check.hint] for check in checks
+    ]
+    failed = sum(check.state == "fail" for check in checks)
+    title = f"{failed} of {len(checks)} checks failed" if failed else "no check failed"
+    return table(title, ["", "check", "found", "how to fix it"], rows, text=4)

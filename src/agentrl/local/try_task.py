@@ -32,8 +32,7 @@ from agentrl.documents.task import CONTENT, Claim, Slot, Task, scorer_weights, t
 from agentrl.documents.task_file import HUB, TaskSource, kind_of_name
 from agentrl.documents.task_json import BadTaskError, image_sources, make_task, parse, read_images
 from agentrl.documents.task_presets import TaskRows
-from agentrl.environments.environment import use_containers
-from agentrl.environments.session import open_environment
+from agentrl.environments.environment import open_environment, use_containers
 from agentrl.errors import ConfigError, FailureError, LeaseLostError, StoreError, TaskFileError
 from agentrl.inference.engine import Generation, Held
 from agentrl.llm.agent_config import load_judge

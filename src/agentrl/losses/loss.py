@@ -8,8 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 from agentrl.base.registry import Registry
 
@@ -206,12 +205,23 @@ class TokenLosses:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Loss:
-    """A loss function with what it declares about itself."""
+class FlagDefaults:
+    """The values that flags have for a loss where they are not given."""
+
+    token_level_loss: bool = False
+    skip_length_normalization: bool = False
+    strict_in_bound: bool = False
+    importance_weight_cap_ratio: float = math.inf
+    epsilon: float = 0.2
+    epsilon_higher: float = 0.0
+    distill_coef: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Loss(FlagDefaults):
+    """A loss function with what ``@loss`` declares about it."""
 
     function: Callable[..., TokenLosses]
-    own_defaults: Mapping[str, Any]
-    """Flag → the value that it has for this loss when it is not given, as ``@loss`` says."""
     clips: bool = True
     """False if only the bounds on staleness read ``epsilon`` and ``epsilon_higher``."""
     from_policy: bool = True
@@ -246,9 +256,8 @@ class Loss:
     def defaults(self) -> dict[str, Any]:
         """Flag → the value that it has for this loss when it is not given."""
         declared = {name: flag.default for name, flag in loss_flags().items() if name in self.parameters}
-        return {name: value for name, value in declared.items() if value is not None} | dict(
-            self.own_defaults
-        )
+        own = {item.name: getattr(self, item.name) for item in dataclasses.fields(FlagDefaults)}
+        return {name: value for name, value in declared.items() if value is not None} | own
 
     def __call__(self, batch: TokenBatch, settings: Any) -> TokenLosses:
         """Return the loss of each token of ``batch``; ``settings`` are the run's LossSettings."""
@@ -270,7 +279,8 @@ class LossFlag:
 
 def built_in_losses() -> dict[str, Loss]:
     """Return the losses of ``losses.built_in`` by name, sorted."""
-    known = sorted(LOSSES.known().items())
+    # Import no entry point: this runs while the flags are defined, which a user's package may import too.
+    known = sorted(LOSSES.registered().items())
     # Go by the module: losses of users are registered beside them, and may not add flags of the command.
     return {name: item for name, item in known if item.function.__module__.startswith(_BUILT_IN)}
 
@@ -284,86 +294,45 @@ def loss_flags() -> dict[str, LossFlag]:
     losses = built_in_losses()
     found: dict[str, LossFlag] = {}
     for item in losses.values():
-        for name, parameter in item.parameters.items():
-            if not str(parameter.annotation).startswith("Annotated["):
+        # Name it: a module imports the class for type checkers alone, as settings import the losses.
+        hints = get_type_hints(item.function, localns={"LossSettings": Any}, include_extras=True)
+        for name, hint in hints.items():
+            if get_origin(hint) is not Annotated:
                 continue
             if name in found:
                 raise ValueError(f"two losses declare --{name}; the second one's parameter needs no flag()")
-            # Only this annotation: the others name types that are imported for type checkers alone.
-            alone = SimpleNamespace(__annotations__={name: parameter.annotation})
-            hint = get_type_hints(alone, item.function.__globals__, include_extras=True)[name]
             kind, field = get_args(hint)
             readers = ", ".join(other for other, reader in losses.items() if name in reader.parameters)
             described = dataclasses.field(
                 default=field.default,
                 metadata={**field.metadata, "help": f"{readers}: {field.metadata['help']}"},
             )
-            default = None if parameter.default is parameter.empty else parameter.default
+            default = item.parameters[name].default
             found[name] = LossFlag(
-                type=kind | None if field.default is None else kind, field=described, default=default
+                type=kind | None if field.default is None else kind,
+                field=described,
+                default=None if default is inspect.Parameter.empty else default,
             )
     return found
 
 
-def loss(
-    *names: str,
-    token_level_loss: bool = False,
-    skip_length_normalization: bool = False,
-    strict_in_bound: bool = False,
-    importance_weight_cap_ratio: float = math.inf,
-    epsilon: float = 0.2,
-    epsilon_higher: float = 0.0,
-    clips: bool = True,
-    from_policy: bool = True,
-    contains_weight: bool = False,
-    reads_trajectory: bool = False,
-    compares_behavior: bool = False,
-    distill_coef: float = 0.0,
-    ignores_score: bool = False,
-    compares: bool = False,
-    choose: Callable[[Sequence[DBRecordData]], Sequence[DBRecordData]] = lambda data: data,
-    check: Callable[[Any], None] = lambda _: None,
-) -> Callable[[Callable[..., TokenLosses]], Loss]:
+def loss(*names: str, **declared: Any) -> Callable[[Callable[..., TokenLosses]], Loss]:
     """Return a decorator that turns a function into a Loss and registers it under ``names``.
 
     The function takes a TokenBatch and the LossSettings and returns TokenLosses. Its keyword-only parameters
     are the loss's own: one with the name of a flag, such as ``dual_clip``, gets the value of the flag, any
     other its value in ``--loss_args``. Without ``names`` the loss is found as ``module:name`` alone.
 
+    ``declared`` are fields of ``Loss`` and of ``FlagDefaults``, such as ``token_level_loss=True``.
+
     In ``losses.built_in`` a parameter annotated ``Annotated[type, flag(...)]`` declares a flag of its name;
     its default, if it has one, is the flag's for every loss that reads it.
-
-    ``token_level_loss`` and ``skip_length_normalization`` are the reduction, ``strict_in_bound``,
-    ``importance_weight_cap_ratio``, ``epsilon`` and ``epsilon_higher`` the bounds, ``distill_coef`` the
-    weight of a teacher that the loss has where the flags of these names are not given. The other arguments
-    are explained at ``Loss``.
     """
-    defaults = {
-        "token_level_loss": token_level_loss,
-        "skip_length_normalization": skip_length_normalization,
-        "strict_in_bound": strict_in_bound,
-        "importance_weight_cap_ratio": importance_weight_cap_ratio,
-        "epsilon": epsilon,
-        "epsilon_higher": epsilon_higher,
-        "distill_coef": distill_coef,
-    }
 
     def decorate(function: Callable[..., TokenLosses]) -> Loss:
-        declared = Loss(
-            function=function,
-            own_defaults=defaults,
-            clips=clips,
-            from_policy=from_policy,
-            contains_weight=contains_weight,
-            reads_trajectory=reads_trajectory,
-            compares_behavior=compares_behavior,
-            ignores_score=ignores_score,
-            compares=compares,
-            choose=choose,
-            check=check,
-        )
-        LOSSES.add(declared, *names)
-        return declared
+        made = Loss(function=function, **declared)
+        LOSSES.add(made, *names)
+        return made
 
     return decorate
 

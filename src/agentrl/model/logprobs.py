@@ -1,9 +1,10 @@
-"""Compute logprobs and entropies of tokens without the [T, V] logits in memory."""
+"""Turn hidden states of a forest into logprobs and entropies, without the [T, V] logits in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
@@ -11,8 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, distributed, nn
 
+from agentrl.config.schema import ModelConfig
+from agentrl.data.forest import Ints, TokenForest, forest_from_sequences
 from agentrl.documents.model_call import SamplingMask
+from agentrl.documents.record import TopLogprobs
 from agentrl.errors import ModelError
+from agentrl.losses.loss import TEACHER
+from agentrl.model.attention import build_executor
+from agentrl.model.load import disable_dropout, load_model, resolve_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,3 +417,232 @@ def _chunks(count: int, size: int) -> Iterator[slice]:
 def _stripes(rows: int) -> Iterator[slice]:
     """Yield slices of an eighth of the rows, which bound the size of temporary tensors."""
     return _chunks(rows, max(1, -(-rows // _STRIPES)))
+
+
+_IDS_AT_ONCE = 1024
+"""Ids whose rows of the output head are in memory at a time."""
+_LEAST = 1e-6
+"""Smallest probability of all other ids together."""
+
+
+def reverse_kl(
+    hidden: Tensor,
+    head: OutputHead,
+    parent: Tensor,
+    target_ids: Tensor,
+    temperature: Tensor,
+    logprobs: Tensor,
+    top: TopLogprobs,
+    kept: SamplingMask | None = None,
+) -> Tensor:
+    """Return Σ π·(log π − log π_teacher) of each token in nats, float32[T], with gradient; 0 without ids.
+
+    The outcomes are the teacher's likeliest ids and, as one, all others: by the log-sum inequality at most
+    the KL over the whole vocabulary. An id beyond the head's rows, of a teacher with more padding, is one of
+    the others, and so is one that a token of ``kept`` was not sampled from: π of it is 0.
+    hidden [N, H] and ``logprobs`` float32[T] (of ``target_ids``) carry gradients; the rest is as for
+    ``token_logprobs``. A logit is projected for the ids of ``top`` and for the target alone: their difference
+    and the target's logprob give the logprob of an id.
+    """
+    device = hidden.device
+    token = np.repeat(np.arange(len(top)), top.ids.counts)
+    known = (top.ids.ids < head.vocabulary) & _are_kept(token, top.ids.ids, kept)
+    row, ids, wanted = (
+        torch.from_numpy(values[known]).to(device)
+        for values in (token, top.ids.ids, top.logprobs.astype(np.float32))
+    )
+    divisor = temperature.to(device)
+    normalizer = _logits(hidden, head, parent, target_ids, divisor) - logprobs
+    found = _logits(hidden, head, parent[row], ids, divisor[row]) - normalizer[row]
+    share = found.exp()
+
+    def summed(values: Tensor) -> Tensor:
+        return values.new_zeros(len(top)).index_add(0, row, values)
+
+    # Bound it: rounding may add the known shares up to 1, and a rest of 0 has no logarithm.
+    rest, teacher_rest = ((1 - summed(each)).clamp(min=_LEAST) for each in (share, wanted.exp()))
+    has_any = torch.from_numpy(top.ids.counts > 0).to(device)
+    return torch.where(has_any, summed(share * (found - wanted)) + rest * (rest / teacher_rest).log(), 0.0)
+
+
+def _are_kept(
+    token: NDArray[np.int64], ids: NDArray[np.int64], kept: SamplingMask | None
+) -> NDArray[np.bool_]:
+    """Return bool[K]: whether token[i] could have been sampled as ids[i]."""
+    if kept is None:
+        return np.ones(len(ids), np.bool_)
+    width = 1 + max(ids.max(initial=0), kept.ids.max(initial=0))
+    allowed = np.repeat(np.arange(len(kept)), kept.counts) * width + kept.ids
+    found: NDArray[np.bool_] = (kept.counts[token] == 0) | np.isin(token * width + ids, allowed)
+    return found
+
+
+def _logits(hidden: Tensor, head: OutputHead, place: Tensor, ids: Tensor, divisor: Tensor) -> Tensor:
+    """Return the logit / temperature of ids[i] at hidden[place[i]], float32[K], with gradient."""
+    products: Tensor = _ChosenProducts.apply(  # type: ignore[no-untyped-call]
+        hidden, head.weight, head.bias, place, ids, head
+    )
+    logits = products * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * (logits / head.softcap).tanh()
+    return logits / divisor
+
+
+class _ChosenProducts(torch.autograd.Function):
+    """Multiplies hidden[place[i]] by row ids[i] of the head alone.
+
+    Autograd of ``weight[ids]`` would make a gradient of the whole head for each chunk, and add them up in the
+    dtype of the products. Here one float32 tensor takes all of them, as in ``_ChunkedLogprobs``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        place: Tensor,
+        ids: Tensor,
+        head: OutputHead,
+    ) -> Tensor:
+        products = hidden.new_zeros(len(ids), dtype=torch.float32)
+        for here in _chunks(len(ids), _IDS_AT_ONCE):
+            row, is_own = head.own_rows(ids[here])
+            part = (hidden[place[here]].float() * weight[row].float()).sum(-1)
+            if bias is not None:
+                part += bias[row].float()
+            # Leave 0 for rows of other ranks, which the sum below adds.
+            products[here] = part * is_own
+        if head.group is not None:
+            distributed.all_reduce(products, distributed.ReduceOp.SUM, head.group)
+        ctx.save_for_backward(hidden, weight, bias, place, ids)
+        ctx.head = head
+        return products
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, place, ids = ctx.saved_tensors
+        head: OutputHead = ctx.head
+        totals = [
+            torch.zeros_like(each, dtype=torch.float32) if each is not None and needed else None
+            for each, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        ]
+        for here in _chunks(len(ids), _IDS_AT_ONCE):
+            row, is_own = head.own_rows(ids[here])
+            grad, at = (grads[0][here] * is_own)[:, None], place[here]
+            for total, index, part in zip(
+                totals, (at, row, row), (weight[row], hidden[at], torch.ones_like(grad)), strict=True
+            ):
+                if total is not None:
+                    values = grad * part.float()
+                    total.index_put_((index,), values.view(-1, *total.shape[1:]), accumulate=True)
+        if totals[0] is not None and head.group is not None:
+            distributed.all_reduce(totals[0], distributed.ReduceOp.SUM, head.group)
+        rounded = [
+            None if total is None else total.to(each.dtype)
+            for total, each in zip(totals, (hidden, weight, bias), strict=True)
+        ]
+        return (*rounded, None, None, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardOptions:
+    """How a forward computes logprobs. No option changes a loss by more than rounding."""
+
+    chunk_size: int = DEFAULT_CHUNK
+    """Tokens per chunk of the projection onto the vocabulary."""
+    vocab_chunk_size: int = DEFAULT_VOCAB_CHUNK
+    """Vocabulary entries per chunk of the projection."""
+    entropy_gradient: bool = False
+    """Give entropies a gradient."""
+    divergence: bool = False
+    """Return the divergence from a teacher too, for forests with the teacher's likeliest ids."""
+
+
+def forest_logprobs(
+    hidden: Tensor,
+    head: OutputHead,
+    forest: TokenForest,
+    options: ForwardOptions,
+    *,
+    chosen: Ints | None = None,
+    parent: Ints | None = None,
+) -> tuple[Tensor, ...]:
+    """Return logprob (float32[T], with gradient) and entropy (float32[T]) of trainable tokens.
+
+    With ``options.divergence``, a forest that has a teacher's likeliest ids gives a third tensor, the
+    ``reverse_kl`` (float32[T], with gradient) to the teacher.
+
+    Both are of softmax(logits / temperature), at the temperature that each token was sampled with and over
+    the ids that it was sampled from.
+    ``hidden`` [N, H] has a row per token of ``forest``. For a part of the tokens, ``chosen`` (int64[t])
+    selects trainable tokens, and ``parent`` (int64[t]) is the row of ``hidden`` that predicts each one.
+    """
+    target = forest.target if chosen is None else forest.target[chosen]
+    temperature = forest.temperature if chosen is None else forest.temperature[chosen]
+    rows = forest.parent[target] if parent is None else parent
+    mask = forest.sampling_mask
+    if mask is not None and chosen is not None:
+        mask = mask.select(chosen)
+    parents, ids = (torch.from_numpy(array).to(hidden.device) for array in (rows, forest.input_ids[target]))
+    logprobs, entropy = token_logprobs(
+        hidden,
+        head,
+        parents,
+        ids,
+        temperature=torch.from_numpy(temperature),
+        kept=None if mask is None else KeptIds.of(mask, hidden.device),
+        entropy_gradient=options.entropy_gradient,
+        chunk_size=options.chunk_size,
+        vocab_chunk_size=options.vocab_chunk_size,
+    )
+    top = None if forest.columns is None else forest.columns.top.get(TEACHER)
+    if top is None or not options.divergence:
+        return logprobs, entropy
+    if chosen is not None:
+        top = top.select(chosen)
+    divergence = reverse_kl(hidden, head, parents, ids, torch.from_numpy(temperature), logprobs, top, mask)
+    return logprobs, entropy, divergence
+
+
+_ROWS = 256
+"""Tokens whose logits are in memory at a time."""
+
+
+class IdScorer:
+    """A model that scores one sequence at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Load the model to the accelerator, or to the CPU without one. Raises ModelError."""
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_model(folder, ModelConfig(), resolve_dtype("auto"))
+        disable_dropout(model)
+        model.to(device=self._device).eval()  # type: ignore[call-arg]
+        self._head = output_head(model)
+        self._executor = build_executor(model, trains=False)
+
+    @torch.no_grad()
+    def score(
+        self, ids: Sequence[int], first: int, top: int
+    ) -> tuple[NDArray[np.float32], list[dict[int, float]]]:
+        """Return the logprobs of ``ids[first:]``, float32, and {id: logprob} of the ``top`` likeliest ids.
+
+        Logits are those of temperature 1, in float32.
+        """
+        forest = forest_from_sequences([ids], [[place >= first for place in range(len(ids))]])
+        hidden = self._executor(forest)
+        target = torch.tensor(ids[first:], device=self._device)
+        projection = Projection(self._head, len(self._head.weight))
+        values: list[Tensor] = []
+        rows: list[dict[int, float]] = []
+        for start in range(first - 1, len(ids) - 1, _ROWS):
+            states = hidden[start : min(start + _ROWS, len(ids) - 1)]
+            ((_, logits),) = projection.blocks(states, 1.0)
+            logprobs = logits.log_softmax(-1)
+            own = target[start - first + 1 : start - first + 1 + len(states)]
+            values.append(logprobs.gather(1, own[:, None])[:, 0])
+            if top:
+                best = logprobs.topk(min(top, logprobs.shape[1]), -1)
+                pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+                rows += [dict(zip(*pair, strict=True)) for pair in pairs]
+        return torch.cat(values).float().cpu().numpy(), rows

@@ -33,8 +33,9 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, cast
 
+from agentrl.base.user_code import describe
 from agentrl.config.schema import RunConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import AgentRLError, ConfigError
 
 HIDDEN = "***"
 
@@ -137,6 +138,24 @@ def redact_and_cut(text: str, limit: int) -> str:
         return scanned
     shown = scanned[:limit] if complete else scanned[: min(limit, len(scanned) - limit // 16)]
     return f"{shown}\n[cut: {max(len(text), len(scanned)) - len(shown)} more characters]"
+
+
+MESSAGE_CHARS = 8 * 1024
+"""Longest stored failure message, in characters; a notice gives the number of characters left out."""
+
+
+def failure_text(error: BaseException | str) -> str:
+    """Return the text of a failure as it is stored: secrets hidden, storable, at most ``MESSAGE_CHARS``.
+
+    Errors of other packages are prefixed with the name of their class. Never raises.
+    """
+    if isinstance(error, str):
+        text = error
+    else:
+        text = str(error) if isinstance(error, AgentRLError) else describe(error)
+    shown = redact_and_cut(text, MESSAGE_CHARS)
+    # Replace lone surrogates: BSON refuses the whole document for one.
+    return shown.encode("utf-8", "replace").decode("utf-8")
 
 
 SECONDS = 60.0

@@ -19,7 +19,6 @@ from agentrl.documents.status import StopReason
 from agentrl.documents.task import Claim
 from agentrl.errors import (
     ENGINES,
-    AgentRLError,
     ConfigError,
     ContextFullError,
     EngineError,
@@ -27,11 +26,7 @@ from agentrl.errors import (
     TrajectoryError,
     TurnsLimitError,
 )
-from agentrl.observe.logging import redact_and_cut
 from agentrl.scoring.scorers import ScoreResult
-
-MESSAGE_CHARS = 8 * 1024
-"""Longest stored failure message, in characters; a notice gives the number of characters left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +75,6 @@ def checked_messages(messages: Sequence[Message]) -> list[Message]:
                 f"a message is {describe(message)}", hint="a message is a mapping with a text 'role'"
             )
     return [dict(replace_surrogates(dict(message))) for message in messages]
-
-
-def failure_text(error: BaseException | str) -> str:
-    """Return the text of a failure as it is stored: secrets hidden, storable, at most ``MESSAGE_CHARS``.
-
-    Errors of other packages are prefixed with the name of their class. Never raises.
-    """
-    if isinstance(error, str):
-        text = error
-    else:
-        text = str(error) if isinstance(error, AgentRLError) else describe(error)
-    shown = redact_and_cut(text, MESSAGE_CHARS)
-    # Replace lone surrogates: BSON refuses the whole document for one.
-    return shown.encode("utf-8", "replace").decode("utf-8")
 
 
 def agent_cfg_path(of_task: str | None, of_flag: str | None) -> Path | None:

@@ -12,14 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from agentrl.columns.pool import Pool
 from agentrl.config.schema import ClaimConfig, GroupConfig
 from agentrl.data.finalize_group import TRAIN_SPLIT, GroupRules, finalize_group
 from agentrl.documents.record import Failure
 from agentrl.documents.status import TaskStatus
 from agentrl.documents.task import Claim
 from agentrl.errors import LeaseLostError, StoreUnavailableError
-from agentrl.rollout.agent_io import failure_text
-from agentrl.rollout.held_claims import HeldClaims
+from agentrl.observe.logging import failure_text
 from agentrl.store.mechanics.connection import COLUMN, STEP
 from agentrl.store.mechanics.retry import log_store_errors
 
@@ -132,8 +132,8 @@ Each round waits up to twice as long, at random, so that samplers do not all rea
 _MOST_QUIET = 3
 """Largest number of idle rounds that double the wait."""
 
-LOAD_WARNING_SECONDS = 60.0
-"""Interval of warnings that the split's tasks are not completely loaded."""
+FIRST_WARNING_SECONDS, LOAD_WARNING_SECONDS = 5.0, 60.0
+"""Time until the first warning that the split's tasks are not completely loaded; interval of the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,6 @@ class Housekeeping:
         split: str,
         claims: ClaimConfig,
         made_work: Callable[[], None],
-        first_warning_seconds: float,
     ) -> None:
         """``made_work`` is called when new work may be claimable."""
         self._store = store
@@ -170,7 +169,7 @@ class Housekeeping:
         self._finalizing = asyncio.Lock()
         self._has_ended = asyncio.Event()
         self._lacks_work = asyncio.Event()
-        self._warn_at = time.monotonic() + first_warning_seconds
+        self._warn_at = time.monotonic() + FIRST_WARNING_SECONDS
         """Earliest time of the next warning about tasks that are not loaded (``time.monotonic``)."""
 
     def trajectory_ended(self) -> None:
@@ -287,7 +286,7 @@ class Tails:
     finalized with the trajectories that have a score.
     """
 
-    def __init__(self, store: Store, held: HeldClaims, after_steps: int) -> None:
+    def __init__(self, store: Store, held: Pool[Claim], after_steps: int) -> None:
         self._store = store
         self._held = held
         self._after_steps = after_steps

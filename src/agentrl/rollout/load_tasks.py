@@ -26,8 +26,13 @@ from agentrl.documents.task import Task, scorer_weights
 from agentrl.documents.task_file import Item, ReadResult, TaskSource, open_task_source, read_tasks
 from agentrl.documents.task_json import BadTaskError
 from agentrl.documents.task_presets import TaskRows
-from agentrl.environments.environment import ENVIRONMENTS, Environment, TaskRequest
-from agentrl.environments.session import environment_names, names_of
+from agentrl.environments.environment import (
+    ENVIRONMENTS,
+    Environment,
+    TaskRequest,
+    environment_names,
+    names_of,
+)
 from agentrl.errors import AgentRLError, ScorerError, TaskEnvironmentError, TaskFileError, nearest
 from agentrl.observe.terminal import clean
 from agentrl.rollout.preflight import TaskNames, unusable_environments

@@ -13,8 +13,7 @@ from agentrl.chat.chat_format import ChatFormat, unseen_problem
 from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig
 from agentrl.documents.task import Task, scorer_weights
 from agentrl.documents.task_json import BadTaskError
-from agentrl.environments.environment import ENVIRONMENTS
-from agentrl.environments.session import require_names
+from agentrl.environments.environment import ENVIRONMENTS, require_names
 from agentrl.errors import AgentRLError, ConfigError, TaskEnvironmentError, ToolServerError, TrajectoryError
 from agentrl.llm.agent_config import ModelEndpoint, load_judge
 from agentrl.observe.terminal import clean

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 from agentrl.base.processes import stop_on_signals
 from agentrl.base.registry import import_modules
 from agentrl.base.user_code import allow, names_outside
+from agentrl.calls.prompts import context_problem
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.model_folder import model_context_length, tokenizer_fingerprint
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.parsers.arguments import load_validator
 from agentrl.chat.parsers.parser import PARSERS
+from agentrl.columns.outages import Outages
+from agentrl.columns.pool import owner_name
 from agentrl.config.agreement import sampler_settings
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
@@ -44,14 +47,10 @@ from agentrl.inference.engine import Router
 from agentrl.inference.session import EngineRouter, LiveEngines
 from agentrl.observe.begin_run import begin_model, begin_run
 from agentrl.rollout.agent_io import Endpoint, agent_cfg_path
-from agentrl.rollout.agents import check_agent
-from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.held_claims import owner_name
+from agentrl.rollout.agents import CONTEXT_MANAGERS, check_agent
 from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer, collect_garbage_less_often
 from agentrl.rollout.load_tasks import load_read_tasks, read_source
-from agentrl.rollout.outages import Outages
 from agentrl.rollout.preflight import probe, require_groups
-from agentrl.rollout.prompts import context_problem
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.groups import ESTIMATORS

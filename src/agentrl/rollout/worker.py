@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.base.spans import Span
 from agentrl.base.user_code import allow, contain, contain_call, is_allowed
+from agentrl.calls.trace import end_trajectory, trajectory_span
+from agentrl.calls.trajectory_calls import CallWriter, TrajectoryCalls
 from agentrl.chat.chat_format import ChatFormat
+from agentrl.columns.outages import Clock, HeldTools, Outages
+from agentrl.columns.scores import Scoring
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, ToolConfig
 from agentrl.documents.record import Failure
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, Task
-from agentrl.environments.session import EnvironmentSession, environment_names, names_of, open_environment
+from agentrl.environments.environment import EnvironmentSession, environment_names, names_of, open_environment
 from agentrl.errors import (
     ConfigError,
     FailureError,
@@ -32,15 +36,10 @@ from agentrl.errors import (
     TrajectoryError,
 )
 from agentrl.inference.engine import Engine, Router
-from agentrl.rollout.agent_io import Gateway, Outcome, failure_text
-from agentrl.rollout.agents import AGENTS, Agent, AgentClass, run_agent, scorer_context
-from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.outages import Clock, Outages
+from agentrl.observe.logging import failure_text
+from agentrl.rollout.agent_io import Gateway, Outcome
+from agentrl.rollout.agents import AGENTS, CONTEXT_MANAGERS, Agent, AgentClass, run_agent, scorer_context
 from agentrl.rollout.rollout import Rollout
-from agentrl.rollout.scoring import Scoring
-from agentrl.rollout.tool_calls import HeldTools
-from agentrl.rollout.trace import end_trajectory, trajectory_span
-from agentrl.rollout.trajectory_calls import CallWriter, TrajectoryCalls
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.scorers import require_scorer
 from agentrl.tools.pool import ToolPool
@@ -111,7 +110,9 @@ class Worker:
             try:
                 async with clock.limit(self.agent.trajectory_timeout_seconds):
                     rollout, outcome = await self._run_trajectory(claim, clock)
-                end_trajectory(span, outcome, rollout.turns, rollout.tool_calls)
+                end_trajectory(
+                    span, outcome.stop_reason, outcome.final_answer, rollout.turns, rollout.tool_calls
+                )
                 return await self._score(claim, rollout, outcome, span)
             except TimeoutError:
                 limit = self.agent.trajectory_timeout_seconds
@@ -119,7 +120,10 @@ class Worker:
                 await self._fail(claim, "timeout", f"the trajectory took longer than {limit:g} s")
             except FailureError as error:
                 span.fail(error.kind, str(error))
-                if error.outage is None or self._is_to_blame(claim, error):
+                is_lost = isinstance(error, SessionLostError)
+                # Blame a slot whose trajectories lose session after session: they may end the server.
+                is_to_blame = is_lost and self.outages.count_lost_session(claim.task.id, claim.traj_id)
+                if error.outage is None or is_to_blame:
                     await self._fail(claim, error.kind, error)
                 else:
                     await self._give_back(claim, error)
@@ -133,11 +137,6 @@ class Worker:
             logger.warning("the claim was lost; its result is dropped", extra={"record": claim.record_id})
             span.fail("lease")
         return False
-
-    def _is_to_blame(self, claim: Claim, error: FailureError) -> bool:
-        """Return whether a slot is to blame for an outage: its trajectories lose session after session."""
-        lost = isinstance(error, SessionLostError)
-        return lost and self.outages.count_lost_session(claim.task.id, claim.traj_id)
 
     async def _is_stopping(self) -> bool:
         """Return whether this process stops. A signal to the process group may end a tool server first."""

@@ -246,7 +246,7 @@ async def tool_rewards(context: ScorerContext) -> ScoreResult:
 
 @scorer(FEEDBACK)
 async def feedback(context: ScorerContext) -> float:
-    """Raise ScorerError: people score the trajectory later, and runs hand it back (``rollout.scoring``)."""
+    """Raise ScorerError: people score the trajectory later, and runs hand it back (``columns.scores``)."""
     raise ScorerError(
         "the trajectory has no feedback",
         hint="`agentrl gateway` takes it by POST /feedback; an evaluation needs a scorer that computes",

@@ -165,7 +165,7 @@ SCORERS: Registry[Scorer] = Registry(
     built_in=(
         "agentrl.scoring.answers",
         "agentrl.scoring.judge",
-        "agentrl.environments.session",
+        "agentrl.environments.environment",
         "agentrl.worlds.code",
     ),
 )

@@ -337,9 +337,9 @@ class Claims(Repository):
         return await self._connection.transaction(write)
 
     @database_call
-    async def unscored(self, split: str) -> int:
-        """Return the number of sampled trajectories that wait for a score."""
-        return await count_unscored(self._connection, split)
+    async def unscored(self, split: str, only_scorer: str | None = None) -> int:
+        """Return the number of sampled trajectories that wait for a score, or for that of ``only_scorer``."""
+        return await count_unscored(self._connection, split, only_scorer)
 
     @database_call
     async def heartbeat(self, claims: Sequence[Claim], lease_seconds: float) -> list[Claim]:
@@ -478,12 +478,15 @@ async def live_claims(connection: Connection, split: str | None = None) -> dict[
     return {group["_id"]: int(group["claims"]) for group in groups}
 
 
-async def count_unscored(connection: Connection, split: str) -> int:
-    """Return the number of sampled trajectories of a split that wait for a scorer; people may take days."""
+async def count_unscored(connection: Connection, split: str, only_scorer: str | None = None) -> int:
+    """Return the number of sampled trajectories of a split that wait for a scorer.
+
+    Those that wait for people, who may take days, count only if ``only_scorer`` names them.
+    """
     waits = {"$filter": {"input": "$slots", "as": "slot", "cond": lease.SAMPLED}}
     query: Json = {
         "split": split, "status": TaskStatus.RUNNING.value, "slots.status": SlotStatus.SAMPLED.value,
-        "scorer": {"$ne": FEEDBACK},
+        "scorer": {"$ne": FEEDBACK} if only_scorer is None else only_scorer,
     }  # fmt: skip
     total = {"$group": {"_id": None, "count": {"$sum": {"$size": waits}}}}
     groups = await (await connection.collection(TASK).aggregate([{"$match": query}, total])).to_list()

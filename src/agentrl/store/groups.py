@@ -322,6 +322,11 @@ class ColumnClaim:
         """The number of this claim."""
         return self.column.attempt
 
+    @property
+    def record_id(self) -> str:
+        """The Record whose value it is."""
+        return self.column.record
+
 
 class Columns(Repository):
     """The calls on columns. A write under a claim that is lost raises LeaseLostError and changes nothing."""
@@ -404,6 +409,12 @@ class Columns(Repository):
         await self._lease(claim.column.id).write(
             claim.attempt, {"$set": fields}, {"status": ColumnStatus.RUNNING.value}
         )
+
+    @database_call
+    async def of_owner(self, name: str, owner: str) -> list[ColumnClaim]:
+        """Return the claims on columns of a name that ``owner`` holds according to the database."""
+        query: Json = {"status": ColumnStatus.RUNNING.value, "name": name, "owner": owner}
+        return [ColumnClaim(column, owner) for column in await self._all(Column, COLUMN, query)]
 
     @database_call
     async def waiting(self, name: str | None = None) -> dict[str, int]:

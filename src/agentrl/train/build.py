@@ -39,10 +39,10 @@ from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.training import BYTES_PER_TOKEN
 from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.settings import LossSettings
+from agentrl.model.check_model import check_model, check_replay
 from agentrl.model.flops import Precision, choose_precision, device_peak
-from agentrl.model.forward import ForwardOptions, check_model, check_replay
 from agentrl.model.load import Policy, disable_dropout, empty_model, load_model, load_policy
-from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK
+from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK, ForwardOptions
 from agentrl.model.routing import RouterReplay
 from agentrl.train.optimizer import build_optimizer, build_scheduler, freeze
 from agentrl.train.step import FrozenLogprobs, PolicyTrainer, Reference

@@ -15,8 +15,8 @@ import pickle
 import random
 import shutil
 import struct
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,6 @@ from agentrl.weights.folder import (
     architecture,
     complete_folder,
     explain_write_errors,
-    link_files,
     require_space,
 )
 
@@ -95,20 +94,9 @@ class Unfinished:
     needed: int
     """Bytes on the disk."""
     writes: Sequence[Future[Any]]
-    model: Future[None]
-    """Done when ``link_model`` is, or from the beginning if the model is written."""
+    link: Callable[[Path], None] | None
+    """Links the weights of a version of this step into a folder; None: they are among ``writes``."""
     of_trainer: dict[str, Any]
-
-    def link_model(self, version: Path) -> None:
-        """Link the weights in ``version``, which are those of this step; ``finish`` raises what fails."""
-        model = self.temporary / "model"
-        try:
-            link_files(version, model)
-            complete_folder(self.policy.base, model, self.policy.chat_template)
-        except OSError as error:
-            self.model.set_exception(error)
-        else:
-            self.model.set_result(None)
 
     def finish(self, *, limit: int, fence: ThreadFence) -> Path:
         """Wait until it is written, rename it, and delete all but the newest ``limit`` checkpoints.
@@ -119,7 +107,11 @@ class Unfinished:
         root = self.target.parent
         try:
             with explain_write_errors(self.target, self.needed):
-                for write in (*self.writes, self.model):
+                if self.link is not None:
+                    # Link first: the version is not published before.
+                    self.link(self.temporary / "model")
+                    complete_folder(self.policy.base, self.temporary / "model", self.policy.chat_template)
+                for write in self.writes:
                     write.result()
                 torch.save(self.of_trainer, self.temporary / _TRAINER)
                 content = json.dumps(asdict(self.state), indent=1) + "\n"
@@ -128,6 +120,8 @@ class Unfinished:
                 fence.check()
                 finish_folder(self.temporary, self.target)
         finally:
+            # Wait: after an error, others may still write to the folder that is discarded.
+            wait(self.writes)
             discard_folder(self.temporary)
         lineage = _lineage(root, self.state.train_steps, self.state.attempt)
         surplus = [item.folder for item in lineage[:-limit]]
@@ -144,12 +138,13 @@ def begin(
     state: CheckpointState,
     controller: Controller,
     *,
-    writes_model: bool = True,
+    link: Callable[[Path], None] | None = None,
 ) -> Unfinished:
     """Copy what ``root/checkpoint-000010`` will hold, and write it in the background.
 
-    Checkpoints with reverted steps are neither counted nor deleted. Without ``writes_model`` the caller calls
-    ``link_model`` before ``finish``. Raises PublishError, leaving nothing behind, if the disk is full.
+    Checkpoints with reverted steps are neither counted nor deleted. With ``link``, ``finish`` links the model
+    of a version of this step by it, and writes none. Raises PublishError, leaving nothing behind, if the disk
+    is full.
     """
     policy, of_model = controller.policy, controller.writer.checkpoint_bytes
     target = root / state.folder_name
@@ -161,15 +156,12 @@ def begin(
         temporary = begin_folder(target)
         on_error.callback(discard_folder, temporary)
         (temporary / "model").mkdir()
-        writes = controller.write_checkpoint(state.step, temporary, writes_model)
+        writes = controller.write_checkpoint(state.step, temporary, link is None)
         # Read them now: the next step changes them before ``finish`` writes them.
         scheduler = controller.trainer.scheduler.state_dict()
         of_trainer = {"scheduler": scheduler, "random": read_random_states()}
         on_error.pop_all()
-    model: Future[None] = Future()
-    if writes_model:
-        model.set_result(None)
-    return Unfinished(target, temporary, state, policy, needed, writes, model, of_trainer)
+    return Unfinished(target, temporary, state, policy, needed, writes, link, of_trainer)
 
 
 def find(

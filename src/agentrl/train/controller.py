@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,7 @@ from agentrl.errors import ModelError, PublishError
 from agentrl.model.load import Policy
 from agentrl.train.optimizer import optimizer_state, write_optimizer
 from agentrl.train.step import PolicyTrainer, StepResult
-from agentrl.weights.delta import SUFFIX, encode
-from agentrl.weights.difference import Rounding
+from agentrl.weights.delta import SUFFIX, Rounding, encode
 from agentrl.weights.folder import ADAPTER_WEIGHTS, checksums, complete_folder
 from agentrl.weights.live import LiveHolder
 from agentrl.weights.snapshot import (
@@ -42,10 +41,12 @@ from agentrl.weights.snapshot import (
     write_share,
 )
 
-if TYPE_CHECKING:
-    from agentrl.train.step import PolicyTrainer
-
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+_ENCODERS = 2
+"""Threads that compare tensors of a rank: training needs the other cores."""
 _ROWS = 4
 """Rows of this rank's part of a weight that are compared with the base.
 
@@ -104,7 +105,7 @@ def to_host(trainer: PolicyTrainer) -> None:
 
     On a CPU nothing moves: the memory that the step has freed is given back.
     """
-    _move(trainer, torch.device("cpu"))
+    to_device(trainer, torch.device("cpu"))
     if torch.cuda.is_available():
         # Wait: copies to pinned memory are still under way when the call returns.
         torch.cuda.synchronize()
@@ -113,12 +114,7 @@ def to_host(trainer: PolicyTrainer) -> None:
 
 
 def to_device(trainer: PolicyTrainer, device: torch.device) -> None:
-    """Move weights and moments back to ``device``."""
-    _move(trainer, device)
-
-
-def _move(trainer: PolicyTrainer, device: torch.device) -> None:
-    """Move all tensors; parameters stay the same objects, sharded or not.
+    """Move weights and moments to ``device``; parameters stay the same objects, sharded or not.
 
     ``Module._apply`` is what ``Module.to`` calls. FSDP2 frees gathered weights there, and keeps its
     references to the shards right.
@@ -142,12 +138,6 @@ def _move(trainer: PolicyTrainer, device: torch.device) -> None:
             # Leave step counters: AdamW reads them on the host, unless it is fused.
             if isinstance(value, Tensor) and value.dim():
                 state[name] = moved(value)
-
-
-T = TypeVar("T")
-R = TypeVar("R")
-_ENCODERS = 2
-"""Threads that compare tensors of a rank: training needs the other cores."""
 
 
 class Lane:

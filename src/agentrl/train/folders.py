@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,11 +45,6 @@ class RunFolders:
     def roots(self) -> list[Path]:
         """The folders of checkpoints."""
         return [self.output] if self.fallback is None else [self.output, self.fallback]
-
-    @property
-    def place(self) -> str:
-        """Host and absolute path of ``output``, for people."""
-        return place_of(self.output)
 
     @property
     def _local(self) -> Iterator[tuple[Path, str]]:
@@ -113,16 +108,13 @@ class RunFolders:
         is_older = lease.output is None  # the run was last trained before there were owner files
         if saved is None and (claimed or (is_older and await self._is_known(store))):
             return
-        raise self._would_undo(undone, None if saved is None else saved.place, lease.output, found)
-
-    def _would_undo(
-        self, undone: Collection[str], saved: str | None, output: str | None, found: Checkpoint | None
-    ) -> ConfigError:
         here = "no checkpoint" if found is None else f"no newer one than {found.folder}"
         looked = " and ".join(place_of(root) for root in self.roots)
-        kept = f"their last checkpoint is {saved}" if saved else f"its folder is {output or 'another one'}"
+        kept = f"its folder is {lease.output or 'another one'}"
+        if saved is not None:
+            kept = f"their last checkpoint is {saved.place}"
         back = "none" if found is None else found.folder
-        return ConfigError(
+        raise ConfigError(
             f"run {self.owner.run!r} has committed {len(undone)} steps that are not here: {kept}, and"
             f" {looked} has {here}",
             hint="give the run's --output_dir, in the folder where it was started and with its disk mounted;"
@@ -174,17 +166,11 @@ class RunFolders:
             raise foreign(self.versions, found, self.owner, "--publish_to")
         return found
 
-    def confirm(self, root: Path) -> None:
-        """Raise PublishError unless ``root``, a folder of checkpoints, is still the one that was claimed."""
-        confirm(root, self.owner)
-
     def confirm_versions(self) -> Path:
         """Return where a version is written before it is renamed or uploaded. Raises as ``confirm``."""
-        if storage.is_remote(self.versions):
-            confirm(self.output, self.owner)
-            return self.output / "weights"
-        confirm(Path(self.versions), self.owner)
-        return Path(self.versions)
+        is_url = storage.is_remote(self.versions)
+        confirm(self.output if is_url else Path(self.versions), self.owner)
+        return self.output / "weights" if is_url else Path(self.versions)
 
 
 async def run_folders(

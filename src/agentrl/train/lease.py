@@ -70,6 +70,21 @@ class HeldTrainerLease:
             saved = SavedCheckpoint(place=place, step=state.train_steps[-1])
             await self._call(self._store.trainer_lease.record_saved(self.attempt, saved))
 
+    async def go_back(self, step: int) -> None:
+        """Withdraw the versions after ``step``, then revert the steps after it. Idempotent.
+
+        In this order, no published version ever belongs to a reverted step. Raises LeaseLostError.
+        """
+        versions, steps = self._store.policy_versions, self._store.steps
+        withdrawn = await self._call(versions.withdraw_after(step, attempt=self.attempt))
+        if withdrawn:
+            logger.info(
+                "%d policy versions after step %d, or lost with a trainer, are withdrawn", withdrawn, step
+            )
+        reverted = await self._call(steps.revert_after(step, attempt=self.attempt))
+        if reverted:
+            logger.info("%d steps after step %d are reverted; their data are ready again", reverted, step)
+
     async def _call(self, call: Awaitable[T]) -> T:
         try:
             return await call

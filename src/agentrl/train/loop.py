@@ -6,12 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agentrl.base.concurrency import end_tasks, wait_for_any
 from agentrl.base.spans import NO_SPAN, Attributes, Span, tracer
-from agentrl.config.schema import TrainConfig
 from agentrl.data.stream import StepData, StepSource
 from agentrl.documents.model_call import pack_halves
 from agentrl.documents.status import TrainerEnd
@@ -21,12 +19,10 @@ from agentrl.observe.progress import StepView
 from agentrl.observe.terminal import excerpt
 from agentrl.observe.trackers import Tracker
 from agentrl.store.mechanics.retry import retry_outages
-from agentrl.train.lease import HeldTrainerLease
-from agentrl.train.publishing import DeviceTurns, Progress, Saver
+from agentrl.train.publishing import Publisher
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
-    from agentrl.train.controller import Controller
     from agentrl.train.step import TokenValues
 
 logger = logging.getLogger(__name__)
@@ -45,77 +41,66 @@ CLOSE_SECONDS = 10.0
 """How long ``TokenWriter.close`` waits for the last write."""
 
 
-@dataclass(kw_only=True)
 class Trainer:
     """The trainer of a run. Setting ``stop`` lets ``run`` finish and save the current step, and return."""
 
-    store: Store
-    run_name: str
-    config: TrainConfig
-    controller: Controller
-    saver: Saver
-    stream: StepSource
-    progress: Progress
-    lease: HeldTrainerLease
-    turns: DeviceTurns
-    stop: asyncio.Event
-    view: StepView
-    tracker: Tracker
-    split: str = "train"
-    skipped: int = 0
-    """Steps in a row whose loss or gradient was not finite."""
-    token_writer: TokenWriter = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, publisher: Publisher, stream: StepSource, view: StepView, tracker: Tracker) -> None:
+        self.publisher, self.stream, self.view, self.tracker = publisher, stream, view, tracker
+        self.store, self.config, self.controller = publisher.store, publisher.config, publisher.controller
+        self.progress, self.lease, self.stop = publisher.progress, publisher.lease, publisher.stop
+        self.turns, self.clock = publisher.turns, publisher.turns.clock
         self.token_writer = TokenWriter(self.store)
+        self.skipped = 0
+        """Steps in a row whose loss or gradient was not finite."""
 
     async def run(self) -> None:
         """Train until ``max_steps``, the end of the data or ``stop``; then save and publish the last step."""
         try:
             await self._train_all()
-            await self.saver.finish()
+            await self.publisher.finish()
         except PublishError:
             raise
         except BaseException:
-            await self.saver.close()
+            await self.publisher.close()
             raise
         if self.progress.step == 0 and not self._is_done():
             raise await self._nothing_trained()
         is_stopped = self.stop.is_set() and not self._has_all_steps()
         # Say it before the wait below: the run has ended, whether or not engines take its last version.
         self.lease.ended = TrainerEnd.STOPPED if is_stopped else TrainerEnd.FINISHED
-        await self.saver.publisher.serve_last()
+        await self.publisher.serve_last()
 
     async def _train_all(self) -> None:
         try:
             # Publish first: a trainer that is killed between saving and publishing leaves its last step out.
-            await self.saver.publisher.begin()
-            await self.saver.publisher.wait_for_bound()
+            async with self.turns.turn():
+                await self.publisher.offer()
+            await self.publisher.wait_for_bound()
             while not self._is_done():
-                began, moved_before = time.perf_counter(), self.turns.seconds
-                # Give the device away before waiting: an engine on it may have to sample this very data.
-                await self.turns.end()
-                batch = await self._next_data()
+                began = time.time()
+                with self.clock("data"):
+                    batch = await self._next_data()
                 if batch is None:
                     break
-                moved = self.turns.seconds - moved_before
-                await self._train(batch, time.perf_counter() - began - moved)
+                await self._train(batch, began)
         except PublishError as error:
-            raise await self.saver.keep(error) from error
+            raise await self.publisher.keep(error) from error
         finally:
+            # After an error, the weights may contain a step that is not committed.
+            self.publisher.is_ending = True
             await self.stream.close()
             await self.token_writer.close()
 
     async def _nothing_trained(self) -> TrainingError:
         """Return the error for a run of which no group could be trained, with the kinds of failure."""
-        endings = await self.store.records.failure_summary(self.split)
+        endings = await self.store.records.failure_summary("train")
         reasons = [f"{count} {kind}: {excerpt(first, _REASON_CHARS)}" for kind, count, first in endings]
         return TrainingError(
             "every group is sampled, and none could be trained"
             + (":\n  " + "\n  ".join(reasons) if reasons else "; no trajectory failed or was abandoned"),
             hint="fix the cause (`agentrl try` runs one task), re-open failed slots with `agentrl db reopen"
-            f" --run_name {self.run_name}`, and start samplers and the trainer; for abandoned groups, load"
-            " tasks that the model sometimes solves",
+            f" --run_name {self.store.run_name}`, and start samplers and the trainer; for abandoned groups,"
+            " load tasks that the model sometimes solves",
         )
 
     def _is_done(self) -> bool:
@@ -127,19 +112,10 @@ class Trainer:
     async def _next_data(self) -> StepData | None:
         """Return the next step's data; None at the end of the data or on ``stop``."""
         take = asyncio.create_task(self.stream.take(self.progress.step + 1))
-        stop, lost = self.stop, self.lease.lost
         try:
-            while not (take.done() or stop.is_set() or lost.is_set()):
-                # Newer weights than those in flight are published here if no step does it before.
-                publisher = self.saver.publisher
-                flight = publisher.flight if publisher.is_behind else None
-                also = () if flight is None else (flight.task,)
-                await wait_for_any(stop, lost, tasks=(take, *also), timeout=None)
-                if flight is not None and flight.task.done() and not take.done():
-                    await publisher.begin()
-                    await self.turns.end()
+            await wait_for_any(self.stop, self.lease.lost, tasks=(take,), timeout=None)
             # Ask the lease for the error to raise: the event has none.
-            if lost.is_set():
+            if self.lease.lost.is_set():
                 await self.lease.check()
             batch = take.result() if take.done() else None
         finally:
@@ -148,7 +124,8 @@ class Trainer:
             logger.info("the end of the data: %s", self.stream.end)
         return batch
 
-    async def _train(self, batch: StepData, seconds_data: float) -> None:
+    async def _train(self, batch: StepData, began: float) -> None:
+        """Train a step on ``batch``; ``began`` is when it began to wait for it."""
         progress = self.progress
         plan = TrainStep(
             # Number a retry: the reverted plan of the skipped step keeps its id.
@@ -160,49 +137,44 @@ class Trainer:
             recorded=batch.recorded,
             scores=dict(batch.scores),
         )
-        with await step_span(self.store, plan, batch, seconds_data) as span:
-            await self._compute(plan, batch, seconds_data, span)
-
-    async def _compute(self, plan: TrainStep, batch: StepData, seconds_data: float, span: Span) -> None:
-        progress = self.progress
-        await self.store.steps.plan(plan, attempt=progress.attempt)
-        window = await self.stream.window(batch)
-        if not 0 < self.config.max_steps <= plan.step:
-            self.stream.prefetch(plan.step + 1)
-        images = await self.stream.images(batch.data)
-        await self.turns.begin()
-        began = time.time()
-        result = await asyncio.to_thread(self.controller.train, batch.data, batch.ages, images)
-        trace_updates(span, began, result.metrics)
-        if not result.is_finite:
-            span.fail("not_finite")
-            await self._skip(plan, result.metrics)
-            return
-        metrics = {
-            **result.metrics,
-            **await self.stream.report(plan.step, batch, window),
-            "seconds_data": seconds_data,
-            **self.saver.publisher.metrics,
-        }
-        if self.turns.lease is not None:
-            metrics["seconds_device"] = self.turns.take_seconds()
-        with tracer().span("commit"):
-            await self._commit(plan, metrics, window.tasks)
-        self.token_writer.start(plan, result.tokens)
-        end_step(span, metrics)
-        await self.saver.after_step()
+        with await step_span(self.store, plan, batch, began) as span:
+            await self.store.steps.plan(plan, attempt=progress.attempt)
+            window = await self.stream.window(batch)
+            if not 0 < self.config.max_steps <= plan.step:
+                self.stream.prefetch(plan.step + 1)
+            images = await self.stream.images(batch.data)
+            async with self.turns.turn():
+                await self.turns.take_device()
+                began = time.time()
+                result = await asyncio.to_thread(self.controller.train, batch.data, batch.ages, images)
+                trace_updates(span, began, result.metrics)
+                if not result.is_finite:
+                    span.fail("not_finite")
+                    await self._skip(plan, result.metrics)
+                    return
+                report = await self.stream.report(plan.step, batch, window)
+                # Take the clock here: what is published of this step counts for the next one.
+                metrics = {**result.metrics, **report, **self.publisher.metrics, **self.clock.take()}
+                with tracer().span("commit"):
+                    await self._commit(plan, metrics, window.tasks)
+                self.token_writer.start(plan, result.tokens)
+                shown = {f"agentrl.{name}": metrics.get(name) for name in _METRICS}
+                span.set({name: value for name, value in shown.items() if isinstance(value, int | float)})
+                await self.publisher.offer()
+            with self.clock("publish"):
+                await self.publisher.wait_for_bound()
 
     async def _commit(self, plan: TrainStep, metrics: dict[str, Any], counted: Sequence[str]) -> None:
+        progress = self.progress
         await self.store.steps.commit(
             plan.id,
             metrics,
             plan.data,
             max_trained_count=self.config.max_trained_count,
             retrained_interval=self.config.retrained_interval,
-            attempt=self.progress.attempt,
+            attempt=progress.attempt,
             counted=counted,
         )
-        progress = self.progress
         progress.step = plan.step
         progress.train_steps.append(plan.id)
         self.skipped = 0
@@ -229,8 +201,8 @@ class Trainer:
             )
 
 
-async def step_span(store: Store, plan: TrainStep, batch: StepData, seconds_data: float) -> Span:
-    """Return the root span of a step; it began ``seconds_data`` ago, when the step began to wait for data."""
+async def step_span(store: Store, plan: TrainStep, batch: StepData, began: float) -> Span:
+    """Return the root span of a step, which ``began`` to wait for its data then."""
     if not tracer().is_recording:
         return NO_SPAN
     now = time.time()
@@ -242,9 +214,8 @@ async def step_span(store: Store, plan: TrainStep, batch: StepData, seconds_data
         "agentrl.records": [item.record for item in batch.data][:_LINKS],
     }
     traces = await store.records.trace_ids([item.record for item in batch.data], _LINKS)
-    begin = now - seconds_data
-    span = tracer().span("train_step", attributes, root=True, begin=begin, links=traces)
-    span.phase("wait_for_data", begin, now)
+    span = tracer().span("train_step", attributes, root=True, begin=began, links=traces)
+    span.phase("wait_for_data", began, now)
     return span
 
 
@@ -262,12 +233,6 @@ def trace_updates(span: Span, began: float, metrics: Mapping[str, Any]) -> None:
         if seconds > 0:
             compute.phase(name, at, at + seconds)
             at += seconds
-
-
-def end_step(span: Span, metrics: Mapping[str, Any]) -> None:
-    """Set the metrics of a committed step."""
-    found = {name: metrics[name] for name in _METRICS if isinstance(metrics.get(name), int | float)}
-    span.set({f"agentrl.{name}": value for name, value in found.items()})
 
 
 class TokenWriter:
@@ -299,26 +264,23 @@ class TokenWriter:
             logger.warning("the token statistics of the last step are not stored: the database is too slow")
 
     async def _write(self, step: TrainStep, tokens: Sequence[TokenValues]) -> None:
+        def documents() -> list[TokenStatistics]:
+            return [
+                TokenStatistics(
+                    id=statistics_key(values.record, step.id),
+                    record=values.record,
+                    train_step=step.id,
+                    step=step.step,
+                    spans=tuple(TokenSpan(start=span.start, end=span.end) for span in values.spans),
+                    log_ratios=pack_halves(values.log_ratio),
+                    entropies=pack_halves(values.entropy),
+                )
+                for values in tokens
+            ]
+
         # Give up at the first outage: a retry would hold the step's values in memory for its whole length.
         with retry_outages(0):
             try:
-                documents = await asyncio.to_thread(to_documents, step, tokens)
-                await self._store.training.put_token_statistics(documents)
+                await self._store.training.put_token_statistics(await asyncio.to_thread(documents))
             except AgentRLError as error:
                 logger.warning("step %d: its token statistics are not stored: %s", step.step, error.message)
-
-
-def to_documents(step: TrainStep, tokens: Sequence[TokenValues]) -> list[TokenStatistics]:
-    """Return the documents of a step, one per trajectory."""
-    return [
-        TokenStatistics(
-            id=statistics_key(values.record, step.id),
-            record=values.record,
-            train_step=step.id,
-            step=step.step,
-            spans=tuple(TokenSpan(start=span.start, end=span.end) for span in values.spans),
-            log_ratios=pack_halves(values.log_ratio),
-            entropies=pack_halves(values.entropy),
-        )
-        for values in tokens
-    ]

@@ -216,7 +216,14 @@ def build_scheduler(
         raise ConfigError(
             f"--lr_scheduler_type {config.lr_scheduler_type} has no end to fall to", hint="give --max_steps"
         )
-    warmup = _warmup_steps(config, total_steps)
+    warmup = config.warmup_steps
+    if config.warmup_ratio > 0:
+        if total_steps is None:
+            raise ConfigError(
+                f"--warmup_ratio {config.warmup_ratio} is a fraction of a number of steps that is unknown",
+                hint="give --max_steps, or --warmup_steps instead",
+            )
+        warmup = math.ceil(config.warmup_ratio * total_steps)
     steps = None if total_steps is None else max(1, total_steps - warmup)
     curve = _curve(config, warmup, steps)
     end = math.inf if steps is None or config.lr_scheduler_type in _ENDLESS else steps - 1
@@ -227,23 +234,18 @@ def build_scheduler(
     return LambdaLR(optimizer, factor)
 
 
-def _warmup_steps(config: OptimConfig, total_steps: int | None) -> int:
-    if config.warmup_ratio == 0:
-        return config.warmup_steps
-    if total_steps is None:
-        raise ConfigError(
-            f"--warmup_ratio {config.warmup_ratio} is a fraction of a number of steps that is unknown",
-            hint="give --max_steps, or --warmup_steps instead",
-        )
-    return math.ceil(config.warmup_ratio * total_steps)
-
-
 def _curve(config: OptimConfig, warmup: int, steps: int | None) -> Callable[[int], float]:
     """Return the factor of the learning rate by steps since the end of warm-up, of ``steps`` in all."""
     from transformers import get_scheduler
 
     kind = config.lr_scheduler_type
-    given = _scheduler_arguments(config.lr_scheduler_kwargs)
+    text = config.lr_scheduler_kwargs
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--lr_scheduler_kwargs is {text!r}: {error}", hint="give JSON, or {}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"--lr_scheduler_kwargs is {text!r}", hint="give a JSON object, or {}")
     unread = given.keys() if kind in _CONSTANT else given.keys() & {"warmup_type"}
     require(
         not unread,
@@ -268,21 +270,11 @@ def _curve(config: OptimConfig, warmup: int, steps: int | None) -> Callable[[int
             raise ValueError(f"the learning rate is multiplied by {first}, and later by {later}")
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(
-            f"--lr_scheduler_type {kind} with --lr_scheduler_kwargs {config.lr_scheduler_kwargs}: {error}",
+            f"--lr_scheduler_type {kind} with --lr_scheduler_kwargs {text}: {error}",
             hint="give the arguments of that schedule in transformers, such as"
             " '{\"min_lr_rate\": 0.1}' for cosine_with_min_lr",
         ) from error
     return curve
-
-
-def _scheduler_arguments(text: str) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--lr_scheduler_kwargs is {text!r}: {error}", hint="give JSON, or {}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"--lr_scheduler_kwargs is {text!r}", hint="give a JSON object, or {}")
-    return content
 
 
 def optimizer_state(
@@ -293,17 +285,13 @@ def optimizer_state(
     return state | {_WEIGHT + name: weight.detach() for name, weight in (weights or {}).items()}
 
 
-def write_optimizer(folder: Path, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> Path:
+def write_optimizer(folder: Path, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
     """Write what ``optimizer_state`` returned to ``folder``.
 
     Each rank of ``group`` writes its shards; None: a single process. Raises OSError if a rank cannot write.
     """
-    try:
-        with _without_single_process_warning():
-            save(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
-    except CheckpointException as error:
-        raise _first_failure(error) from error
-    return folder
+    with _ranks_as_one():
+        save(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
 
 
 def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -317,11 +305,8 @@ def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -
     weights = {_WEIGHT + name: item.detach() for name, item in model.named_parameters()}
     # Ask for saved keys alone: weights that nothing rounds are not saved, and load raises for them.
     content = state | {key: weight for key, weight in weights.items() if key in saved}
-    try:
-        with _without_single_process_warning():
-            load(content, checkpoint_id=folder, no_dist=not dist.is_initialized())
-    except CheckpointException as error:
-        raise _first_failure(error) from error
+    with _ranks_as_one():
+        load(content, checkpoint_id=folder, no_dist=not dist.is_initialized())
     set_optimizer_state_dict(model, optimizer, {key: content[key] for key in state}, options=_OPTIONS)
 
 
@@ -343,16 +328,15 @@ def keep_hyperparameters(optimizer: torch.optim.Optimizer, scheduler: LambdaLR) 
 
 
 @contextlib.contextmanager
-def _without_single_process_warning() -> Iterator[None]:
-    """Ignore torch's warning that no process group is initialized; a single process is supported."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
-
-
-def _first_failure(error: CheckpointException) -> Exception:
-    """Return the error of the lowest rank that failed."""
-    rank, (cause, _) = min(error.failures.items())
-    if isinstance(cause, OSError):
-        return cause
-    return RuntimeError(f"rank {rank}: {cause}")
+def _ranks_as_one() -> Iterator[None]:
+    """Raise the error of the lowest rank that failed in the block, which may also be the only process."""
+    try:
+        with warnings.catch_warnings():
+            # torch warns that no process group is initialized.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, OSError):
+            raise cause from error
+        raise RuntimeError(f"rank {rank}: {cause}") from error

@@ -33,12 +33,11 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.config.training import SFTConfig
+from agentrl.data.finalize_group import to_training_data
 from agentrl.data.forest import chain
-from agentrl.data.trajectory_tree import to_training_data
 from agentrl.distributed.accelerate_config import with_launch_settings
 from agentrl.distributed.mesh import World, launched_world
 from agentrl.documents.images import MARKER, Image
-from agentrl.documents.record import Record
 from agentrl.documents.task import Task
 from agentrl.documents.task_json import MAX_TASK_IMAGES, kind_of, read_images
 from agentrl.documents.training import DBRecordData
@@ -54,8 +53,24 @@ from agentrl.weights.folder import atomic_model_folder, base_folder
 if TYPE_CHECKING:
     from agentrl.store.client import Store
 
+logger = logging.getLogger(__name__)
+
+CPU_MICRO_BATCH_TOKENS = 2048
+"""Tokens per micro-batch on a CPU, few enough for activations to fit its cache."""
 _IMAGE_KEYS = ("image", "image_url", "url", "path")
 """Keys under which an image part of other systems names its source."""
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Keys under which files hold a message's reasoning; templates read one of the first two."""
+_WEIGHT = "weight"
+_TOKENIZER = "tokenizer.json"
+_RL_ALONE = {"num_epochs_per_batch", "mini_batches"}
+_READ = frozenset(flag_names(OptimConfig, AdapterConfig, MemoryConfig, ParallelConfig)) - _RL_ALONE | {
+    "max_steps", "max_tokens", "prefix_merging", "gradient_checkpointing", "loss_seq_chunk_size",
+    "autocast_bf16", "token_level_loss", "skip_length_normalization",
+}  # fmt: skip
+"""Flags of training that are read here. The others may be in the file of a run, whose trainer reads them."""
+Images = Mapping[str, Image]
+"""The images of training data, by hash."""
 
 
 def show_images(messages: list[Message], images: Any, folder: Path) -> tuple[list[Message], list[Image]]:
@@ -122,13 +137,6 @@ def _source(part: Mapping[str, Any]) -> str | None:
     return source
 
 
-_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys under which files hold a message's reasoning; templates read one of the first two."""
-
-
-_WEIGHT = "weight"
-
-
 def read_conversations(
     path: Path, chat_format: ChatFormat
 ) -> tuple[list[TokenizedConversation], dict[str, Image]]:
@@ -167,45 +175,30 @@ def _messages(item: Any) -> list[Message]:
     messages = item.get("messages") if isinstance(item, dict) else None
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise ValueError("it has no list of messages with roles")
-    prepared = [_with_reasoning(_with_train(message)) for message in messages]
+    prepared = [_prepared(message) for message in messages]
     if not any(split_train(prepared)[1]):
         raise ValueError("it has no assistant message that is trained: there is nothing to learn")
     return prepared
 
 
-def _with_train(message: Message) -> Message:
-    """Return the message with ``train: false`` if it is not trained; ``weight: 0`` says the same."""
+def _prepared(message: Message) -> Message:
+    """Return the message with its reasoning under both keys, and ``train: false`` if it is not trained.
+
+    ``weight: 0`` says that too.
+    """
     train = message.get(TRAIN, True)
     weight = message.get(_WEIGHT, 1)
     if not isinstance(train, bool):
         raise ValueError(f"train is {train!r}; it must be true or false")
     if isinstance(weight, bool) or weight not in (0, 1):
         raise ValueError(f"weight is {weight!r}; it must be 0 or 1")
-    rest = {key: value for key, value in message.items() if key != _WEIGHT}
-    return rest if train and weight else {**rest, TRAIN: False}
-
-
-def _with_reasoning(message: Message) -> Message:
+    prepared = {key: value for key, value in message.items() if key != _WEIGHT}
+    if not (train and weight):
+        prepared[TRAIN] = False
     reasoning = next((message[key] for key in _REASONING_KEYS if message.get(key) is not None), None)
     if reasoning is None:
-        return message
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-logger = logging.getLogger(__name__)
-
-
-CPU_MICRO_BATCH_TOKENS = 2048
-"""Tokens per micro-batch on a CPU, few enough for activations to fit its cache."""
-_TOKENIZER = "tokenizer.json"
-_RL_ALONE = {"num_epochs_per_batch", "mini_batches"}
-_READ = frozenset(flag_names(OptimConfig, AdapterConfig, MemoryConfig, ParallelConfig)) - _RL_ALONE | {
-    "max_steps", "max_tokens", "prefix_merging", "gradient_checkpointing", "loss_seq_chunk_size",
-    "autocast_bf16", "token_level_loss", "skip_length_normalization",
-}  # fmt: skip
-"""Flags of training that are read here. The others may be in the file of a run, whose trainer reads them."""
-Images = Mapping[str, Image]
-"""The images of training data, by hash."""
+        return prepared
+    return {"thinking": reasoning, **prepared, "reasoning_content": reasoning}
 
 
 def fine_tune(configs: Configs) -> None:
@@ -363,8 +356,15 @@ async def from_records(
     async with await open_existing(run) as store:
         await _check_tokenizer(store, run.run_name, base)
         records = await store.records.scored(split, min_score)
-        found = [await _one_record(store, record) for record in records]
-        data = [item for item in found if item is not None]
+        data = []
+        for record in records:
+            task = Task(
+                id=record.task, task_id=record.task, split=record.split, epoch=record.epoch, order=0,
+                query=record.query,
+            )  # fmt: skip
+            calls = await store.model_calls.by_record(record.id)
+            item = to_training_data(task, record, calls, 1.0, GroupConfig(), supervised=True)
+            data += [] if item is None else [item]
         named = {image.sha256 for item in data for image in item.images}
         images = await store.images.get(named) if named else {}
     if not data:
@@ -375,19 +375,6 @@ async def from_records(
         )
     logger.info("%d of %d Records of run %s are trained", len(data), len(records), run.run_name)
     return data, images
-
-
-async def _one_record(store: Store, record: Record) -> DBRecordData | None:
-    calls = await store.model_calls.by_record(record.id)
-    task = Task(
-        id=record.task,
-        task_id=record.task,
-        split=record.split,
-        epoch=record.epoch,
-        order=0,
-        query=record.query,
-    )
-    return to_training_data(task, record, calls, 1.0, GroupConfig(), supervised=True)
 
 
 async def _check_tokenizer(store: Store, run_name: str, base: Path) -> None:

@@ -30,9 +30,11 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
+from agentrl.data.finalize_group import verifier
+from agentrl.data.planner import packing_problem
+from agentrl.data.stream import STEP_SOURCES, DataStream, StepSource, StreamSettings, freshness_of
 from agentrl.distributed.accelerate_config import with_launch_settings
 from agentrl.distributed.mesh import World, launched_world
-from agentrl.documents.run import Relative
 from agentrl.documents.status import TrainerEnd
 from agentrl.documents.training import Checkpoint, TrainStep
 from agentrl.losses.settings import LossSettings
@@ -48,14 +50,14 @@ from agentrl.train import checkpoint
 from agentrl.train.build import build_trainer, step_precision
 from agentrl.train.controller import Controller, follow, lead
 from agentrl.train.disk_space import check_output, retention
-from agentrl.train.folders import RunFolders, run_folders
+from agentrl.train.folders import RunFolders, place_of, run_folders
 from agentrl.train.lease import HeldTrainerLease, hold_lease
 from agentrl.train.loop import Trainer
 from agentrl.train.optimizer import schedule_length
-from agentrl.train.publishing import DeviceTurns, Progress, Publisher, Saver, roll_back
-from agentrl.train.source import open_source
+from agentrl.train.publishing import DeviceTurns, Progress, Publisher
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import base_folder
+from agentrl.weights.publish import publish_base
 from agentrl.weights.storage import is_remote
 
 logger = logging.getLogger(__name__)
@@ -101,34 +103,63 @@ def _follow(configs: Configs, world: World) -> None:
 
 async def _train(configs: Configs, world: World, lead_in: int | None) -> bool:
     """Train on all ranks; return False if a signal ended it."""
-    stop, run = _stop_on_signals(), configs[RunConfig]
-    precision = await asyncio.to_thread(step_precision, configs[ModelConfig], configs[TrainConfig], world)
+    stop, run, train = _stop_on_signals(), configs[RunConfig], configs[TrainConfig]
+    precision = await asyncio.to_thread(step_precision, configs[ModelConfig], train, world)
     with retry_outages(run.db_wait_seconds, stop):
         store, folders = await _join(configs, precision, is_agreed=lead_in is None)
         async with store, hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease:
             # Ask under the lease: what is trained from half-withdrawn data, no later call finds.
             await store.withdrawals.require_deleted()
-            resumed = await _choose_checkpoint(store, configs, folders)
+            found, steps = await _choose_checkpoint(store, configs, folders)
             await asyncio.to_thread(_prepare_folders, configs, folders)
-            await lease.record_output(folders.place)
+            await lease.record_output(place_of(folders.output))
             # Take it before the model is built there: until then an engine holds its memory.
             device = await _take_device(configs)
-            controller, progress = await _resume(store, lease, configs, world, precision, folders, resumed)
-            turns = DeviceTurns(lease=device, controller=controller)
-            trainer = await _trainer(
-                store, lease, configs, turns, folders, resumed.checkpoint, progress, stop, lead_in
+            build, total_steps = partial(_build, configs, world), await _total_steps(store, configs)
+            controller = await asyncio.to_thread(lead, world, build, found, total_steps, precision)
+            progress = await roll_back(
+                store, lease, controller.policy.base, found, steps,
+                replays=train.resume_from_checkpoint == "auto",
+            )  # fmt: skip
+            # Ask again: loading and rolling back took long, and checkpoints are renamed below.
+            await lease.check()
+            needed = {Path(child.checkpoint).name for child in await store.ancestry.children()}
+            for root in folders.roots:
+                await asyncio.to_thread(
+                    checkpoint.rename_reverted, root, progress.train_steps, lease.attempt, needed
+                )
+            logger.info(
+                "training from step %d, policy version %d%s",
+                progress.step, progress.version, f" ({found.folder})" if found else "",
+            )  # fmt: skip
+            source = await open_source(store, configs, controller, progress, lead_in)
+            publisher = Publisher(
+                store=store,
+                config=train,
+                controller=controller,
+                progress=progress,
+                lease=lease,
+                turns=DeviceTurns(lease=device, controller=controller),
+                folders=folders,
+                max_staleness=source.max_staleness,
+                stop=stop,
+                saved=found.folder if found else None,
+                # Count it as saved: it is the checkpoint's step, or the base model's, which needs none.
+                saved_step=progress.step,
             )
+            tracker = open_trackers(train.report_to, run, folders.output, _parameters(configs))
             try:
-                await trainer.run()
+                view = StepView(max_steps=train.max_steps)
+                await Trainer(publisher, source, view, tracker).run()
             finally:
-                trainer.tracker.close()
+                tracker.close()
         controller.end()
-    is_finished, step = lease.ended is TrainerEnd.FINISHED, trainer.progress.step
+    is_finished = lease.ended is TrainerEnd.FINISHED
     if not is_finished:
-        logger.info("stopped after step %d: the same command goes on from there", step)
+        logger.info("stopped after step %d: the same command goes on from there", progress.step)
     elif lead_in is None:
-        look = f"agentrl status {configs[RunConfig].run_name} --once"
-        logger.info("finished at step %d; `%s` and `agentrl dashboard` show the run", step, look)
+        look = f"agentrl status {run.run_name} --once"
+        logger.info("finished at step %d; `%s` and `agentrl dashboard` show the run", progress.step, look)
     return is_finished
 
 
@@ -154,16 +185,13 @@ def _prepare_folders(configs: Configs, folders: RunFolders) -> None:
         remove_leftovers(folder)
 
 
-@dataclass(frozen=True)
-class _Resumed:
-    """The checkpoint that a trainer begins with, None for the base model, and all steps of the run."""
+async def _choose_checkpoint(
+    store: Store, configs: Configs, folders: RunFolders
+) -> tuple[Checkpoint | None, Sequence[TrainStep]]:
+    """Choose the checkpoint to resume from, None for the base model, and claim the folders.
 
-    checkpoint: Checkpoint | None
-    steps: Sequence[TrainStep]
-
-
-async def _choose_checkpoint(store: Store, configs: Configs, folders: RunFolders) -> _Resumed:
-    """Choose the checkpoint to resume from, and claim the folders. Raises ConfigError if they lack steps."""
+    Return it with all steps of the run. Raises ConfigError if the folders lack steps.
+    """
     choice = configs[TrainConfig].resume_from_checkpoint
     steps, lease = await store.steps.find(status=None), await store.trainer_lease.read()
     parent, base = await store.ancestry.parent(), base_folder(configs[ModelConfig])
@@ -185,88 +213,72 @@ async def _choose_checkpoint(store: Store, configs: Configs, folders: RunFolders
     if choice == "auto":  # the other choices name what to go back to
         await folders.require_committed(store, lease, found, steps)
     await folders.claim()
-    return _Resumed(found, steps)
+    return found, steps
 
 
-async def _resume(
+async def roll_back(
     store: Store,
     lease: HeldTrainerLease,
-    configs: Configs,
-    world: World,
-    precision: Precision,
-    folders: RunFolders,
-    resumed: _Resumed,
-) -> tuple[Controller, Progress]:
-    """Build the trainer from the chosen checkpoint, and roll the database and the folders back to it."""
-    found, choice = resumed.checkpoint, configs[TrainConfig].resume_from_checkpoint
-    total_steps = await _total_steps(store, configs, await store.ancestry.parent())
-    controller = await asyncio.to_thread(
-        lead, world, partial(_build, configs, world), found, total_steps, precision
-    )
-    progress = await roll_back(
-        store, controller.policy.base, found, resumed.steps, attempt=lease.attempt, replays=choice == "auto"
-    )
-    # Ask again: loading and rolling back took long, and checkpoints are renamed below.
-    await lease.check()
-    needed = {Path(child.checkpoint).name for child in await store.ancestry.children()}
-    for root in folders.roots:
-        await asyncio.to_thread(checkpoint.rename_reverted, root, progress.train_steps, lease.attempt, needed)
-    logger.info(
-        "training from step %d, policy version %d%s",
-        progress.step, progress.version, f" ({found.folder})" if found else "",
-    )  # fmt: skip
-    return controller, progress
-
-
-async def _trainer(
-    store: Store,
-    lease: HeldTrainerLease,
-    configs: Configs,
-    turns: DeviceTurns,
-    folders: RunFolders,
+    base: Path,
     found: Checkpoint | None,
-    progress: Progress,
-    stop: asyncio.Event,
-    lead_in: int | None,
-) -> Trainer:
-    run, config, controller = configs[RunConfig], configs[TrainConfig], turns.controller
-    source = await open_source(store, configs, controller, progress, lead_in)
-    publisher = Publisher(
-        store=store,
-        config=config,
-        controller=controller,
-        progress=progress,
-        lease=lease,
-        turns=turns,
-        folders=folders,
-        max_staleness=source.max_staleness,
-        stop=stop,
+    steps: Sequence[TrainStep],
+    *,
+    replays: bool,
+) -> Progress:
+    """Go back to a checkpoint; publish the base model as version 0 of a new run.
+
+    ``steps`` are all TrainSteps of the run, read before. With ``replays``, reverted steps are planned again
+    with the same data.
+    """
+    step = found.state.step if found else 0
+    await publish_base(store, base, lease.attempt)
+    await lease.go_back(step)
+    newest = await store.policy_versions.latest()
+    # Take the newest plan of each step: if a trainer dies while it replays, its predecessor's plans stand for
+    # the steps that it did not reach.
+    plans = sorted((item for item in steps if replays and item.step > step), key=lambda item: item.planned_at)
+    return Progress(
+        attempt=lease.attempt,
+        step=step,
+        version=newest.id if newest else 0,
+        published_step=newest.step if newest else 0,
+        train_steps=list(found.state.train_steps) if found else [],
+        replay={item.step: item.data for item in plans},
     )
-    saver = Saver(
-        config=config,
-        controller=controller,
-        progress=progress,
-        lease=lease,
-        folders=folders,
-        publisher=publisher,
-        saved=found.folder if found else None,
-        # Count it as saved: it is the checkpoint's step, or the base model's, which needs none.
-        saved_step=progress.step,
+
+
+async def open_source(
+    store: Store, configs: Configs, controller: Controller, progress: Progress, lead_in: int | None
+) -> StepSource:
+    """Return the run's live stream; for a what-if, the stored steps of its parent.
+
+    ``lead_in`` is the last step of the parent that is trained with the parent's flags, while these are.
+    Raises ConfigError if this installation cannot train steps of another run.
+    """
+    parent = await store.ancestry.parent()
+    if parent is None or parent.kind == "fork":
+        return _stream(store, configs, controller, progress)
+    return await STEP_SOURCES.get(parent.kind)(store, parent, configs, progress.train_steps, lead_in)
+
+
+def _stream(store: Store, configs: Configs, controller: Controller, progress: Progress) -> DataStream:
+    tasks, train = configs[TaskConfig], configs[TrainConfig]
+    settings = StreamSettings(
+        groups_per_step=train.groups_per_step,
+        num_epochs=tasks.num_train_epochs,
+        freshness=freshness_of(configs),
+        max_trained_count=train.max_trained_count,
+        whitening=train.advantage_whitening,
+        wait_seconds=train.data_wait_seconds,
+        problem_of=partial(
+            packing_problem,
+            vocab_size=controller.policy.model.config.get_text_config().vocab_size,
+            max_tokens=train.max_tokens,
+        ),
+        engine_alive_seconds=configs[EngineConfig].alive_seconds,
     )
-    return Trainer(
-        store=store,
-        run_name=run.run_name,
-        config=config,
-        controller=controller,
-        saver=saver,
-        stream=source,
-        progress=progress,
-        lease=lease,
-        turns=turns,
-        stop=stop,
-        view=StepView(max_steps=config.max_steps),
-        tracker=open_trackers(config.report_to, run, folders.output, _parameters(configs)),
-    )
+    verify = verifier(store) if train.verify_data else None
+    return DataStream(store, settings, progress.replay, verify=verify, attempt=progress.attempt)
 
 
 async def _join(configs: Configs, precision: Precision, *, is_agreed: bool) -> tuple[Store, RunFolders]:
@@ -328,8 +340,9 @@ def _dtype(model: ModelConfig) -> str:
     return str(resolve_dtype(model.dtype)).removeprefix("torch.")
 
 
-async def _total_steps(store: Store, configs: Configs, parent: Relative | None) -> int | None:
+async def _total_steps(store: Store, configs: Configs) -> int | None:
     """Return the length of the learning-rate schedule: ``--max_steps``, or as many as the tasks can fill."""
+    parent = await store.ancestry.parent()
     if parent is not None and parent.kind == "whatif":  # its tasks are the parent's
         store = store.beside(parent.run)
     tasks, train = configs[TaskConfig], configs[TrainConfig]

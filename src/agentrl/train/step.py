@@ -38,8 +38,8 @@ from agentrl.losses.compute import (
 from agentrl.losses.loss import ComparedTrajectories, TokenBatch, TrajectoryMeans
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import Backward, DevicePeak, ModelShape, Stopwatch, attention_pairs
-from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
+from agentrl.model.logprobs import ForwardOptions
 from agentrl.model.lora import Adapter
 from agentrl.model.routing import RouterReplay
 from agentrl.model.vision import attach_pixels
@@ -109,12 +109,12 @@ class StepLoss:
         if self.recorder is not None:
             self.recorder.add(forest, logprobs, entropy)
         means = None if self.sums is None else self.sums.means(forest)
-        batch = replace(token_batch(forest, logprobs, self.settings, means), entropy=entropy)
-        if divergence is not None:
-            batch = replace(batch, columns={**batch.columns, DIVERGENCE: divergence})
-        if self.compared is not None:
-            number = torch.from_numpy(forest.trajectory).to(logprobs.device)
-            batch = replace(batch, compared=replace(self.compared, number=number))
+        batch = token_batch(forest, logprobs, self.settings, means)
+        columns = batch.columns if divergence is None else {**batch.columns, DIVERGENCE: divergence}
+        compared = self.compared
+        if compared is not None:
+            compared = replace(compared, number=torch.from_numpy(forest.trajectory).to(logprobs.device))
+        batch = replace(batch, entropy=entropy, columns=columns, compared=compared)
         result = token_losses(batch, self.settings)
         part = reduce_losses(
             result.losses, batch.mask, batch.row, batch.trajectories, self.whole, self.settings, batch.lengths
@@ -725,8 +725,13 @@ def forward_backward(
         options or ForwardOptions(), entropy_gradient=settings.entropy_coef > 0,
         divergence=bool(settings.distill_coef),
     )  # fmt: skip
+    watch = watch or Stopwatch(model.model.device)
     loss = StepLoss.start(model, forests, settings, options, recorder, data)
-    model.forward_backward(forests, options, loss.add, watch or Stopwatch(model.model.device))
+    for forest, values in model.micro_batches(forests, options, watch):
+        part = loss.add(forest, *values)
+        watch.lap("forward")
+        torch.autograd.backward(part)
+        watch.lap("backward")
     report = model.mesh.sum_reports(loss.report())
     return {
         "loss": report.loss,

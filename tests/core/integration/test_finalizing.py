@@ -11,11 +11,11 @@ import pymongo.monitoring
 import pytest
 from test_sampling import Setting, task
 
+from agentrl.columns import pool as pool_module
 from agentrl.config.schema import RunConfig
 from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.rollout import housekeeping
-from agentrl.rollout import sampler as sampler_module
 from agentrl.store.client import Store, open_store
 
 pytestmark = pytest.mark.integration
@@ -26,7 +26,7 @@ GROUPS = 12
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler_module, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(pool_module, "FIRST_POLL_SECONDS", 0.05)
     monkeypatch.setattr(housekeeping, "HOUSEKEEPING_SECONDS", 0.1)
 
 

@@ -13,10 +13,10 @@ import pytest
 import yaml
 from test_sampling import Setting, quick, task, until
 
+from agentrl.columns import outages
 from agentrl.config.schema import SamplingConfig, ToolConfig
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.errors import ConfigError, ToolServerError
-from agentrl.rollout import outages
 from agentrl.rollout.preflight import probe
 from agentrl.store.client import Store
 from agentrl.tools.mcp import server

@@ -7,6 +7,7 @@ import pytest
 from rollout_fakes import END, FakeTools, format_of
 from scripted_engine import Call, ScriptedEngine
 
+from agentrl.columns import pool as pool_module
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
 from agentrl.documents.model_call import VersionSpan, unpack_floats, unpack_ids
 from agentrl.documents.run import InferenceService
@@ -14,7 +15,6 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.inference.session import EngineRouter
-from agentrl.rollout import held_claims
 from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.worker import Worker
@@ -28,7 +28,7 @@ TEXT = "I think. <answer>3</answer>"
 async def test_the_next_sampler_resumes_what_a_stopped_one_had_generated(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_claims, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.1)
     chat_format = format_of()
     ids = [*chat_format.tokens.encode(TEXT), END]
     sent = asyncio.Event()

@@ -26,7 +26,7 @@ from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import Generation
 from agentrl.inference.engines.commands import EngineProcess, engine_command, free_port
 from agentrl.inference.session import EngineRouter
-from agentrl.model.forward import ForwardOptions
+from agentrl.model.logprobs import ForwardOptions
 from agentrl.model.routing import RouterReplay
 from agentrl.weights.folder import expert_shape
 

@@ -11,6 +11,8 @@ from ready_data import ready_data
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
 from waiting import until
 
+from agentrl.columns import pool as pool_module
+from agentrl.columns import scores as scoring_module
 from agentrl.config.load import parse
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
 from agentrl.documents.record import Record
@@ -18,10 +20,9 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, SlotStatus, StopReason, TaskStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.errors import EngineError, ModelError, ToolServerError
-from agentrl.evaluation.engines import wait_for_shared
-from agentrl.rollout import held_claims, housekeeping
+from agentrl.evaluation.policy import wait_for_shared
+from agentrl.rollout import housekeeping
 from agentrl.rollout import sampler as sampler_module
-from agentrl.rollout import scoring as scoring_module
 from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.setup import open_format
@@ -37,11 +38,11 @@ ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler_module, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(sampler_module, "LOOK_SECONDS", 0.15)
     monkeypatch.setattr(housekeeping, "HOUSEKEEPING_SECONDS", 0.1)
-    monkeypatch.setattr(scoring_module, "FIRST_POLL_SECONDS", 0.05)
-    monkeypatch.setattr(scoring_module, "LONGEST_POLL_SECONDS", 0.05)
-    monkeypatch.setattr(held_claims, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(pool_module, "FIRST_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(pool_module, "LONGEST_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.1)
 
 
 def task(name: str, *, split: str = "train", slots: int = 2, **fields: Any) -> Task:
@@ -327,7 +328,8 @@ async def test_no_group_is_begun_beyond_the_limit(store: Store) -> None:
 async def test_groups_are_begun_soon_after_engines_have_loaded_what_nobody_announces(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampler_module, "POLL_SECONDS", 600.0)
+    monkeypatch.setattr(pool_module, "FIRST_POLL_SECONDS", 600.0)
+    monkeypatch.setattr(sampler_module, "LOOK_SECONDS", 600.0)
     monkeypatch.setattr(sampler_module, "LAG_SECONDS", 0.05)
     monkeypatch.setattr(housekeeping, "HOUSEKEEPING_SECONDS", 600.0)
     await store.tasks.load([task("a")])
@@ -354,15 +356,15 @@ async def test_a_lost_claim_ends_its_trajectory(store: Store) -> None:
     running = asyncio.create_task(setting.run())
 
     async def claimed() -> bool:
-        return len(setting.sampler._held) == 1
+        return len(setting.sampler._pool) == 1
 
     await until(claimed)
-    (held,) = setting.sampler._held.claims
+    (held,) = setting.sampler._pool.claims
     await store.attempts.release(held)
     setting.limit = 0
 
     async def given_up() -> bool:
-        return held not in setting.sampler._held.claims
+        return held not in setting.sampler._pool.claims
 
     await until(given_up)
     setting.stop.set()

@@ -9,11 +9,13 @@ import pytest
 from test_sampling import Setting, quick, task, until
 
 from agentrl.cli import main as cli
+from agentrl.columns import outages as breaker_module
+from agentrl.columns.pool import Pool
+from agentrl.columns.scores import QueuedScores, score_queued
 from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.errors import ScorerError, judge
-from agentrl.rollout import outages as breaker_module
-from agentrl.rollout.scoring import score_queued
+from agentrl.gateway.feedback import give_feedback
 from agentrl.scoring.scorers import ScorerContext
 from agentrl.store.client import Store
 
@@ -99,6 +101,25 @@ async def test_another_process_scores_what_a_sampler_left_with_the_same_input(st
     found = await store.tasks.get("train/0/a")
     assert found is not None
     assert (found.status, found.slots[0].score) == (TaskStatus.WAITING, 1.0)
+
+
+async def test_a_queue_of_one_scorer_ends_without_what_others_score(store: Store) -> None:
+    others = f"{__name__}:judged"
+    await store.tasks.load([task("a", slots=1, scorer=others), task("b", slots=1, scorer="feedback")])
+    setting = Setting(store, "<answer>3</answer>")
+    for _ in range(2):
+        claim = await store.claims.claim(split="train", owner="sampler", lease_seconds=60)
+        assert claim is not None
+        assert not await setting.worker.run(claim)
+    assert [await store.claims.unscored("train", scorer) for scorer in (None, others, "feedback")] == [1] * 3
+    await give_feedback(store, "train/0/b/0/1", {"score": 0.5})
+    scores = QueuedScores(
+        setting.worker.scoring, split="train", owner="me", only_scorer="feedback", until_empty=True
+    )
+    pool = Pool(store, scores, ClaimConfig(), concurrency=4)
+    await asyncio.wait_for(pool.run(asyncio.Event()), 30)
+    assert pool.filled == 1
+    assert await store.claims.unscored("train", others) == 1
 
 
 async def test_rescore_takes_what_failed_in_scoring_and_samples_nothing_again(

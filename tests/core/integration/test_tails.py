@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
 
+from agentrl.columns import pool as pool_module
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.inference.engine import Generation
-from agentrl.rollout import held_claims, housekeeping
+from agentrl.rollout import housekeeping
 from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.worker import Worker
@@ -41,7 +42,7 @@ async def test_the_last_trajectory_of_a_group_is_cut_or_carried_after_its_step(
     store: Store, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     monkeypatch.setattr(housekeeping, "WATCH_SECONDS", 0.05)
-    monkeypatch.setattr(held_claims, "GRACE_SECONDS", 5.0)
+    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 5.0)
     steps = [SimpleNamespace(step=4)]
 
     async def last_step() -> SimpleNamespace:

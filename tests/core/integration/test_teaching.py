@@ -16,18 +16,17 @@ from ready_data import ready_data
 from tiny_policy import tiny_format, tiny_tokenizer, write_tiny_policy
 from transformers import AutoModelForCausalLM
 
+from agentrl.columns import outages as breaker_module
+from agentrl.columns import pool as pool_module
+from agentrl.columns.teacher import FolderTeacher, Scored, TeacherColumn, Teaching
 from agentrl.config.schema import ClaimConfig, GroupConfig
 from agentrl.data.forest import forest_from_data
 from agentrl.documents.status import RecordStatus
 from agentrl.errors import EngineError
 from agentrl.inference.engine import EngineRefusedError, malformed
-from agentrl.rollout import outages as breaker_module
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
 from agentrl.store.groups import read_columns
-from agentrl.teaching import teach as teaching_process
-from agentrl.teaching.teach import Filler
-from agentrl.teaching.teacher import FolderTeacher, Scored, Teaching
 
 pytestmark = pytest.mark.integration
 
@@ -37,7 +36,8 @@ CLAIMS = ClaimConfig(retry_backoff_seconds=0.01, max_attempts=2)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teaching_process, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(pool_module, "FIRST_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(pool_module, "LONGEST_POLL_SECONDS", 0.05)
     monkeypatch.setattr(breaker_module, "FIRST_PROBE_SECONDS", 0.05)
 
 
@@ -81,9 +81,8 @@ class Scripted:
 
 async def teach(store: Store, teaching: Teaching) -> int:
     """Fill until nothing waits; return how many Records were filled."""
-    filler = Filler(store=store, teaching=teaching, claims=CLAIMS, concurrency=1)
-    await asyncio.wait_for(filler.run(asyncio.Event(), until_empty=True), 30)
-    return filler.filled
+    column = TeacherColumn(store=store, teaching=teaching, claims=CLAIMS, until_empty=True)
+    return await asyncio.wait_for(column.run(asyncio.Event(), concurrency=1), 30)
 
 
 async def test_a_folder_scores_the_students_ids_and_its_likeliest_others(
@@ -112,7 +111,7 @@ async def test_a_folder_scores_the_students_ids_and_its_likeliest_others(
 async def test_an_idle_teacher_fills_what_begins_to_wait_at_once(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(teaching_process, "POLL_SECONDS", 600.0)
+    monkeypatch.setattr(pool_module, "FIRST_POLL_SECONDS", 600.0)
     stop = asyncio.Event()
 
     class Last(Scripted):
@@ -122,8 +121,8 @@ async def test_an_idle_teacher_fills_what_begins_to_wait_at_once(
                 stop.set()
             return scored
 
-    filler = Filler(store=store, teaching=Teaching(Last()), claims=CLAIMS)
-    filling = asyncio.create_task(filler.run(stop))
+    column = TeacherColumn(store=store, teaching=Teaching(Last()), claims=CLAIMS)
+    filling = asyncio.create_task(column.run(stop, concurrency=8))
     await asyncio.sleep(0.5)
     await waiting_group(store, tmp_path)
     await asyncio.wait_for(filling, 30)

@@ -180,7 +180,7 @@ async def test_the_process_of_agentrl_score_adds_to_the_trace(
     async def fails(*_: object) -> None:
         raise ScorerError("not here")
 
-    monkeypatch.setattr("agentrl.rollout.scoring.score_context", fails)
+    monkeypatch.setattr("agentrl.columns.scores.score_context", fails)
     with collecting() as collector:
         with tracing(trace_flags(collector.url), "sample"):
             record = await run(store, react(store, "<answer>3</answer>"), gateway_task(slots=1))

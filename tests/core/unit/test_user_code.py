@@ -29,7 +29,7 @@ from agentrl.base.user_code import (
 )
 from agentrl.documents.document import sanitize_bson
 from agentrl.errors import ConfigError, EngineError, ScorerError, TrajectoryError
-from agentrl.rollout.agent_io import MESSAGE_CHARS, failure_text
+from agentrl.observe.logging import MESSAGE_CHARS, failure_text
 
 
 class UnspeakableError(Exception):

@@ -13,12 +13,12 @@ import small_run as run
 from db_command import violations
 from test_sampling import Setting, task
 
+from agentrl.columns import pool as pool_module
 from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.record import Failure, Record
 from agentrl.documents.status import RecordStatus, StopReason, TaskStatus
 from agentrl.errors import StoreError
 from agentrl.rollout import housekeeping
-from agentrl.rollout import sampler as sampler_module
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import agent
 from agentrl.rollout.rollout import Rollout
@@ -33,7 +33,7 @@ MEGABYTES_17 = 17 * 2**20
 @pytest.fixture(autouse=True)
 async def begun(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A published version, and a sampler that looks for work often."""
-    monkeypatch.setattr(sampler_module, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(pool_module, "FIRST_POLL_SECONDS", 0.05)
     monkeypatch.setattr(housekeeping, "HOUSEKEEPING_SECONDS", 0.1)
     await run.publish(store, tmp_path, 0, step=0, train_step=None)
 

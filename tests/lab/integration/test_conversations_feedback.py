@@ -20,6 +20,9 @@ from rollout_fakes import ScriptedEngine, format_of
 from test_sampling import Setting, quick, task, until
 from tiny_policy import write_tiny_policy
 
+from agentrl.columns import pool as pool_module
+from agentrl.columns.outages import Outages
+from agentrl.columns.scores import Scoring, score_queued
 from agentrl.config.load import parse
 from agentrl.config.sampling import AgentConfig, GatewayConfig
 from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig, SamplingConfig
@@ -34,10 +37,7 @@ from agentrl.gateway.request import GatewayError
 from agentrl.gateway.serve import ProductConversations, require_key
 from agentrl.lab.manage_runs import RunAdmin, rename_run
 from agentrl.observe.begin_run import begin_run
-from agentrl.rollout import scoring as scoring_module
 from agentrl.rollout.housekeeping import GroupFinalizer
-from agentrl.rollout.outages import Outages
-from agentrl.rollout.scoring import Scoring, score_queued
 from agentrl.store.client import Store, open_connection
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
@@ -262,7 +262,7 @@ async def test_a_conversation_that_nobody_rated_waits_again_and_is_never_sampled
 async def test_a_sampled_trajectory_waits_for_the_feedback_of_its_task(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scoring_module, "FIRST_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(pool_module, "FIRST_POLL_SECONDS", 0.05)
     await store.tasks.load([task("a", slots=2, scorer="feedback")])
     setting = Setting(store, "<answer>3</answer>")
     for _ in range(2):

@@ -10,7 +10,7 @@ import pytest
 from agentrl.config.commands import EXAMPLES
 from agentrl.config.schema import GROUPS
 from agentrl.config.training import PlanConfig, SFTConfig
-from agentrl.lab.cli.db import parser
+from agentrl.lab.cli_db import parser
 from agentrl.lab.flags import BlameConfig, WhatIfConfig
 
 HAND_PARSED = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from agentrl.documents.run import RunSettings
-from agentrl.lab.cli.fork import command_of
+from agentrl.lab.cli import command_of
 
 
 def flags_of(*given: str) -> RunSettings:

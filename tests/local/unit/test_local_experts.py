@@ -18,7 +18,7 @@ from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.model_call import ExpertShape
 from agentrl.local.engine import model as local_model
 from agentrl.local.engine.scheduler import GenerationRequest, Scheduler
-from agentrl.model.forward import ForwardOptions
+from agentrl.model.logprobs import ForwardOptions
 from agentrl.model.routing import RouterReplay
 
 SHAPE = ExpertShape(layers=3, top_k=4, experts=16)

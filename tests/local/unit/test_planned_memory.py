@@ -14,7 +14,7 @@ from agentrl.config.schema import AdapterConfig, MemoryConfig, OptimConfig
 from agentrl.distributed.mesh import Layout
 from agentrl.local.plan.memory import PARTS
 from agentrl.model.flops import Precision
-from agentrl.model.forward import ForwardOptions
+from agentrl.model.logprobs import ForwardOptions
 
 SIZES: dict[str, Any] = {
     "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2,

@@ -13,8 +13,8 @@ from gateway_run import GatewayRun, gateway_task
 from rich.console import Console, RenderableType
 
 from agentrl.documents.run import Evaluation
+from agentrl.screens.run_screens import render_tables
 from agentrl.screens.snapshot import SnapshotReader
-from agentrl.screens.tables import render_tables
 from agentrl.screens.trajectory_page import render_trajectory
 from agentrl.screens.views.counts import Details
 from agentrl.screens.views.read import Views

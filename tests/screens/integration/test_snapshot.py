@@ -17,8 +17,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.screens.dashboard.serve import DashboardOptions, create_app
-from agentrl.screens.findings import findings, state
-from agentrl.screens.snapshot import SnapshotReader
+from agentrl.screens.snapshot import SnapshotReader, findings, state
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

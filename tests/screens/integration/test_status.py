@@ -11,12 +11,12 @@ from urllib.parse import quote
 import pytest
 from small_run import build
 
-from agentrl.cli import main as cli
+from agentrl.cli.main import main
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, RunConfig
 from agentrl.errors import StoreUnavailableError
 from agentrl.local.mongod import EmbeddedMongo
-from agentrl.screens.cli import status
+from agentrl.screens import cli
 from agentrl.store.client import open_existing, open_store
 
 pytestmark = pytest.mark.integration
@@ -47,16 +47,16 @@ def _flags(server: EmbeddedMongo) -> tuple[str, str]:
 
 
 def test_the_runs_of_the_server(server: EmbeddedMongo, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status", *_flags(server)]) == 0
+    assert main(["status", *_flags(server)]) == 0
     page = capsys.readouterr().out
     assert any(line.split()[:3] == ["watched", "training", "1"] for line in page.splitlines())
-    assert cli.main(["status", "--json", *_flags(server)]) == 0
+    assert main(["status", "--json", *_flags(server)]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert (run["name"], run["steps"], run["trainer"]) == ("watched", 1, True)
 
 
 def test_one_run(server: EmbeddedMongo, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status", "watched", *_flags(server)]) == 0
+    assert main(["status", "watched", *_flags(server)]) == 0
     page = capsys.readouterr().out
     parts = [
         "watched  training",
@@ -67,7 +67,7 @@ def test_one_run(server: EmbeddedMongo, capsys: pytest.CaptureFixture[str]) -> N
     ]
     assert [part for part in parts if part not in page] == []
     assert "\x1b" not in page
-    assert cli.main(["status", "--json", "--run_name", "watched", *_flags(server)]) == 0
+    assert main(["status", "--json", "--run_name", "watched", *_flags(server)]) == 0
     value = json.loads(capsys.readouterr().out)
     assert (value["activity"], value["queues"]["data_ready"], value["rates"]["failed"]) == ("training", 2, 2)
     assert value["disk"]["run"] > 0
@@ -75,27 +75,27 @@ def test_one_run(server: EmbeddedMongo, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_tables_of_the_database_as_json(server: EmbeddedMongo, capsys: pytest.CaptureFixture[str]) -> None:
     where = ("--run_name", "watched", *_flags(server))
-    assert cli.main(["db", "check", "--json", "--settle_seconds", "0", *where]) == 0
+    assert main(["db", "check", "--json", "--settle_seconds", "0", *where]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["violations"] == []
     assert report["invariants"][0]["checked"]["Records"] == 10
-    assert cli.main(["tasks", "list", "--json", *where]) == 0
+    assert main(["tasks", "list", "--json", *where]) == 0
     first = json.loads(capsys.readouterr().out)["epochs"][0]
     assert (first["split"], first["epoch"], first["tasks"]["completed"]) == ("eval", 0, 1)
 
 
 def test_the_embedded_server_as_json(server: EmbeddedMongo, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["mongo", "status", "--json", "--mongo_dir", str(server.directory)]) == 0
+    assert main(["mongo", "status", "--json", "--mongo_dir", str(server.directory)]) == 0
     out = capsys.readouterr().out
     assert json.loads(out)["running"] is True
     assert server.status().password not in out
-    assert cli.main(["mongo", "status", "--json", "--mongo_dir", str(server.directory / "none")]) == 3
+    assert main(["mongo", "status", "--json", "--mongo_dir", str(server.directory / "none")]) == 3
     assert json.loads(capsys.readouterr().out)["uri"] is None
-    assert cli.main(["mongo", "uri", "--json", "--mongo_dir", str(server.directory)]) == 2
+    assert main(["mongo", "uri", "--json", "--mongo_dir", str(server.directory)]) == 2
 
 
 def test_a_run_that_does_not_exist(server: EmbeddedMongo, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status", "wacthed", *_flags(server)]) == 1
+    assert main(["status", "wacthed", *_flags(server)]) == 1
     assert "did you mean watched?" in capsys.readouterr().err
 
 
@@ -103,7 +103,7 @@ def test_a_user_without_rights(server: EmbeddedMongo, capsys: pytest.CaptureFixt
     password = quote(EmbeddedMongo(server.directory).status().password, safe="")
     uri = server.status().uri.replace(f"agentrl:{password}@", "stranger:p@")
     assert "stranger" in uri
-    assert cli.main(["status", "watched", "--db_connection_string", uri]) == 1
+    assert main(["status", "watched", "--db_connection_string", uri]) == 1
     assert "refused the user" in capsys.readouterr().err
 
 
@@ -114,7 +114,7 @@ async def test_a_server_that_goes_away_is_an_outage(tmp_path: Path) -> None:
         async with await open_store(run):
             pass
         async with await open_existing(run) as store:
-            read = status._run_reader(store, Configs([run, EngineConfig()]))
+            read = cli._run_reader(store, Configs([run, EngineConfig()]))
             assert (await read()).value["activity"] == "idle"
             mongo.down()
             with pytest.raises(StoreUnavailableError):

@@ -20,11 +20,11 @@ from agentrl.screens.cli import audit
 )
 def test_wrong_words_are_config_errors(argv: list[str], part: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        audit.main(argv)
+        audit(argv)
     assert part in str(caught.value)
 
 
 def test_help_lists_the_views(capsys: pytest.CaptureFixture[str]) -> None:
-    assert audit.main([]) == 0
+    assert audit([]) == 0
     out = capsys.readouterr().out
     assert all(f"\n  {view}" in out for view in ("run", "record ID", "records", "curve"))

@@ -10,11 +10,11 @@ from snapshots import short_call as call
 
 from agentrl.documents.document import now
 from agentrl.screens.dashboard.pages.compare import pair_turns
-from agentrl.screens.dashboard.pages.rewards import VALUES, dependence, disagreements, edges, repeated_answers
-from agentrl.screens.dashboard.pages.tokens import PAGE, Colour, decoder, legend_of, token_views
+from agentrl.screens.dashboard.pages.scores import VALUES, dependence, disagreements, edges, repeated_answers
+from agentrl.screens.dashboard.pages.trajectories import PAGE, Colour, decoder, legend_of, token_views
 from agentrl.screens.dashboard.query import BadQueryError, read_form
+from agentrl.screens.views.counts import ScoredRow
 from agentrl.screens.views.read import CallTokens, StepValues
-from agentrl.screens.views.scores import ScoredRow
 
 
 def tokens_of(advantages: list[float], logprobs: list[float]) -> CallTokens:

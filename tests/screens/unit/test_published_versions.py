@@ -9,8 +9,8 @@ from snapshots import NOW, engine, printed, snapshot, step_row
 
 from agentrl.documents.run import FileChecksum, LiveWeights, PolicyVersion, ServedVersion
 from agentrl.documents.status import VersionStatus
+from agentrl.screens.run_screens import render_run_status
 from agentrl.screens.snapshot import published_versions
-from agentrl.screens.status_screen import render_run_status
 
 FILES = (FileChecksum(name="delta.safetensors", bytes=3 << 20, sha256="0"),)
 VERSIONS = [

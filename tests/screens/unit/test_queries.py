@@ -9,7 +9,7 @@ from typing import Any
 import mongomock
 import pytest
 
-from agentrl.screens.views.trajectories import Bounds, TrajectoryFilter
+from agentrl.screens.views.read import Bounds, TrajectoryFilter
 from agentrl.store.claims import GroupLimit, Needs
 from agentrl.store.steps import Spans, StaleVersions
 

@@ -18,10 +18,9 @@ from agentrl.documents.run import Outage, TrainerLease
 from agentrl.documents.status import TrainerEnd
 from agentrl.errors import ConfigError, StoreUnavailableError
 from agentrl.observe.terminal import excerpt
-from agentrl.screens.cli import status as command
-from agentrl.screens.findings import findings
-from agentrl.screens.snapshot import RunSnapshot
-from agentrl.screens.status_screen import amount, render_run_status, sparkline, status_json
+from agentrl.screens import cli as command
+from agentrl.screens.run_screens import amount, render_run_status, sparkline, status_json
+from agentrl.screens.snapshot import RunSnapshot, findings
 from agentrl.screens.views.counts import FailureCount, Rates
 from agentrl.store.run_list import Disk, activity_of
 

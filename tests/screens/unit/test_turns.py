@@ -10,7 +10,7 @@ from snapshots import short_call as call
 
 from agentrl.screens.dashboard.pages.compare import pair_turns
 from agentrl.screens.dashboard.pages.trajectories import waterfall_of
-from agentrl.screens.turns import (
+from agentrl.screens.trajectory_page import (
     MAX_CHARS,
     branch_views,
     call_text,

@@ -49,7 +49,7 @@ ROLES: Final = {
     ),
     "sample": Role(
         (
-            "agentrl.rollout.sampler:Sampler._claim_and_start",
+            "agentrl.columns.pool:Pool.work",
             "agentrl.rollout.housekeeping:Housekeeping.finalize_own",
         ),
         "agentrl.rollout.housekeeping:GroupFinalizer.finalize", 2, 14,

@@ -14,10 +14,10 @@ from loaded_tasks import load_tasks
 from nemo_gym_server import CounterServer, row
 from test_sampling import Setting, quick
 
+from agentrl.columns import outages
 from agentrl.config.schema import RunConfig, TaskConfig, ToolConfig
 from agentrl.documents.status import RecordStatus
 from agentrl.errors import TaskFileError
-from agentrl.rollout import outages
 from agentrl.rollout.load_tasks import generate
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool

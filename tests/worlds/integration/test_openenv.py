@@ -15,11 +15,11 @@ from openenv_server import ROBOT, TOOLS, OpenEnvServer, needs_openenv, serving
 from test_sampling import Setting, quick
 from waiting import until
 
+from agentrl.columns import outages
 from agentrl.config.schema import RunConfig, TaskConfig, ToolConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus
 from agentrl.errors import TaskFileError
-from agentrl.rollout import outages
 from agentrl.rollout.load_tasks import generate
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool

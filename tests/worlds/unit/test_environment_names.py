@@ -14,7 +14,7 @@ from agentrl.base.user_code import allow
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import TaskSource, read_tasks
 from agentrl.documents.task_json import make_task
-from agentrl.environments.session import environment_names, full_environments, names_of, open_environment
+from agentrl.environments.environment import environment_names, full_environments, names_of, open_environment
 from agentrl.errors import ConfigError, ScorerError, TaskEnvironmentError, TaskFileError
 from agentrl.rollout import load_tasks as sources
 from agentrl.rollout.load_tasks import read_task_source

@@ -9,7 +9,7 @@ import pytest
 from made_documents import made_task
 
 from agentrl.documents.task import Task
-from agentrl.environments.session import full_environments
+from agentrl.environments.environment import full_environments
 from agentrl.errors import ServerFullError, TaskEnvironmentError, TaskFileError
 from agentrl.worlds.openenv import (
     InvalidActionError,

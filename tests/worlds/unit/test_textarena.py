@@ -17,7 +17,7 @@ from trajectories import score_trajectory
 from agentrl.config.schema import SamplingConfig
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Task
-from agentrl.environments.session import open_environment
+from agentrl.environments.environment import open_environment
 from agentrl.errors import ConfigError, TaskEnvironmentError, TaskFileError
 from agentrl.rollout.load_tasks import read_task_source
 from agentrl.worlds.textarena import Game

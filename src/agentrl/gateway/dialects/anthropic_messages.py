@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from agentrl.chat.chat_format import Message
-from agentrl.chat.text_stream import Delta
+from agentrl.chat.chat_format import Delta, Message
 from agentrl.documents.images import appended, joined
 from agentrl.gateway.dialects.fields import (
     choose,

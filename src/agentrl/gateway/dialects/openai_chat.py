@@ -7,8 +7,7 @@ from typing import Any
 
 import orjson
 
-from agentrl.chat.chat_format import Message
-from agentrl.chat.text_stream import Delta
+from agentrl.chat.chat_format import Delta, Message
 from agentrl.gateway.dialects.fields import (
     arguments_of,
     choose,

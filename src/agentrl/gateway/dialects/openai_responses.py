@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from agentrl.chat.chat_format import Message
-from agentrl.chat.text_stream import Delta
+from agentrl.chat.chat_format import Delta, Message
 from agentrl.documents.images import text_of
 from agentrl.gateway.dialects.fields import (
     arguments_of,

@@ -37,7 +37,7 @@ from agentrl.local.engine.linears import (
     read_patch,
     round_to_fp8,
 )
-from agentrl.model.attention.sdpa import set_attention
+from agentrl.model.attention import set_attention
 from agentrl.model.flops import ModelShape, bfloat16_speed
 from agentrl.model.load import check_report
 from agentrl.model.routing import record_choices

@@ -23,10 +23,10 @@ from agentrl.distributed.mesh import Layout
 from agentrl.distributed.pipeline_stages import assign_model_layers
 from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.settings import LossSettings
-from agentrl.model.attention.executor import MaskLimits, check_compatibility
+from agentrl.model.attention import MaskLimits, check_compatibility
 from agentrl.model.flops import ModelShape, Precision
-from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import disable_dropout, empty_model
+from agentrl.model.logprobs import ForwardOptions
 from agentrl.train.build import Checkpointing
 from agentrl.weights.folder import read_config
 

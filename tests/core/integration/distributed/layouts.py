@@ -47,8 +47,8 @@ from agentrl.documents.model_call import ExpertShape
 from agentrl.documents.training import DBRecordData
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import Precision
-from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
+from agentrl.model.logprobs import ForwardOptions
 from agentrl.model.lora import Adapter, add_adapter
 from agentrl.model.routing import RouterReplay, find_routers
 from agentrl.train.build import checkpointing_mode, compile_layers, enable_checkpointing

@@ -29,8 +29,9 @@ from agentrl.distributed.load_shards import load_shards, read_rows
 from agentrl.distributed.mesh import build_mesh, leave_processes, plan_layout
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.losses.settings import LossSettings
-from agentrl.model.forward import ForwardOptions, check_model
+from agentrl.model.check_model import check_model
 from agentrl.model.load import Policy, empty_model, load_model, placeholders
+from agentrl.model.logprobs import ForwardOptions
 from agentrl.model.lora import add_adapter
 from agentrl.train.build import build_reference
 from agentrl.train.controller import PublishedShare

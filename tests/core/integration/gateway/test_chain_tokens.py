@@ -14,8 +14,8 @@ from rollout_fakes import FakeTools, ScriptedEngine, format_of
 
 from agentrl.config.sampling import GatewayConfig
 from agentrl.config.schema import GroupConfig
+from agentrl.data.finalize_group import to_training_data
 from agentrl.data.forest import forest_from_data
-from agentrl.data.trajectory_tree import to_training_data
 from agentrl.documents.status import StopReason
 from agentrl.documents.training import DBRecordData
 from agentrl.gateway.app import GatewayHost

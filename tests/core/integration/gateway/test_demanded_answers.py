@@ -10,7 +10,7 @@ import httpx2
 import pytest
 from gateway_run import ADD, ADD_TOOL, GatewayRun
 
-from agentrl.data.trajectory_tree import mask_reason
+from agentrl.data.finalize_group import mask_reason
 from agentrl.gateway.answerer import ATTEMPTS
 from agentrl.inference.engine import EngineRefusedError
 from agentrl.store.client import Store

@@ -12,7 +12,7 @@ import openai
 import pytest
 from gateway_run import GatewayRun
 
-from agentrl.chat.control_tokens import ControlTokens
+from agentrl.chat.renderer import ControlTokens
 from agentrl.config.sampling import GatewayConfig
 from agentrl.store.client import Store
 

@@ -11,8 +11,7 @@ from training_data import group, sampled_by
 
 from agentrl.config.schema import RunConfig
 from agentrl.data.forest import forest_from_data
-from agentrl.data.freshness import Freshness
-from agentrl.data.stream import DataStream, StreamSettings
+from agentrl.data.stream import DataStream, Freshness, StreamSettings
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import DataStatus
 from agentrl.documents.task import Slot, Task, task_key

@@ -12,8 +12,7 @@ from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import verifier
-from agentrl.data.freshness import Freshness
-from agentrl.data.stream import DataStream, StreamSettings
+from agentrl.data.stream import DataStream, Freshness, StreamSettings, choose_groups
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.status import TaskStatus
 from agentrl.errors import StoreError
@@ -111,9 +110,7 @@ async def test_what_does_not_follow_from_its_group_is_quarantined(
     assert len(problems) == 1
     (task,) = problems
     assert problem in problems[task]
-    assert await stream(store)._quarantine_unproven(
-        await store.training.fetch([member.id for member in members])
-    )
+    assert await stream(store)._usable(choose_groups(members, len(members)), 2) is None
     quarantined = [
         item async for item in store.database["DBRecordData"].find({"status": "quarantined"}, {"problem": 1})
     ]

@@ -11,8 +11,7 @@ import pytest
 from ready_data import statuses
 from training_data import group, sampled_by
 
-from agentrl.data.freshness import Freshness
-from agentrl.data.stream import DataStream, StepData, StreamSettings
+from agentrl.data.stream import DataStream, Freshness, StepData, StreamSettings
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import DataStatus
 from agentrl.documents.task import Slot, Task, task_key

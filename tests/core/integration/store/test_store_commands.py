@@ -15,16 +15,15 @@ from rollout_fakes import FakeTools
 from test_store_claims import make_tasks, take_one
 from test_store_training import complete, decide, make_call, make_step
 
+from agentrl.columns.outages import Outages
+from agentrl.columns.scores import Scoring
 from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig, SamplingConfig, TrainConfig
-from agentrl.data.freshness import Freshness
-from agentrl.data.stream import DataStream, StreamSettings
+from agentrl.data.stream import DataStream, Freshness, StreamSettings
 from agentrl.documents.record import Failure
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import RecordStatus, ServiceStatus, TaskStatus
 from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer
-from agentrl.rollout.outages import Outages
 from agentrl.rollout.sampler import Sampler, SamplerConfig
-from agentrl.rollout.scoring import Scoring
 from agentrl.rollout.setup import AdmissionLimit
 from agentrl.store.claims import GroupLimit
 from agentrl.store.client import Store, open_store

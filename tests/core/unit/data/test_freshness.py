@@ -12,7 +12,7 @@ from token_batches import step_loss
 from training_data import group
 
 from agentrl.data.forest import forest_from_data
-from agentrl.data.freshness import Freshness, choose_groups
+from agentrl.data.stream import Freshness, choose_groups
 from agentrl.documents.model_call import SamplingMask, pack_floats, unpack_ids
 from agentrl.documents.training import DBRecordData, TrainableSpan
 from agentrl.errors import ConfigError

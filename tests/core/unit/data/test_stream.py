@@ -10,8 +10,7 @@ import pytest
 from fake_store import FakeStore
 from training_data import group, sampled_by
 
-from agentrl.data.freshness import Freshness, choose_groups
-from agentrl.data.stream import DataStream, StreamSettings
+from agentrl.data.stream import DataStream, Freshness, StreamSettings, choose_groups
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import TrainingError

@@ -16,8 +16,7 @@ from training_data import group
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.forest import forest_from_data
-from agentrl.data.freshness import Freshness, whiten
-from agentrl.data.stream import DataStream, StepData, StreamSettings
+from agentrl.data.stream import DataStream, Freshness, StepData, StreamSettings, whiten
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node
 from agentrl.scoring.groups import decide_group

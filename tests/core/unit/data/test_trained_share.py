@@ -6,7 +6,7 @@ from typing import Any
 
 from model_calls import model_call
 
-from agentrl.data.trajectory_tree import describe_share, why_untrained
+from agentrl.data.finalize_group import describe_share, why_untrained
 from agentrl.documents.model_call import DispatchedSamplingTask, FixedModelCall
 
 

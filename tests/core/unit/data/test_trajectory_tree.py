@@ -10,7 +10,7 @@ import pytest
 from model_calls import TASK, model_call, record
 
 from agentrl.config.schema import GroupConfig
-from agentrl.data.trajectory_tree import to_training_data
+from agentrl.data.finalize_group import to_training_data
 from agentrl.documents.model_call import DispatchedSamplingTask, pack_floats, unpack_floats, unpack_ids
 from agentrl.documents.status import CallStatus
 from agentrl.documents.training import DBRecordData, Node

@@ -10,8 +10,14 @@ import pytest
 from model_calls import TASK, model_call, record
 
 from agentrl.config.schema import GroupConfig
-from agentrl.data.finalize_group import GroupRules, explain_difference
-from agentrl.data.trajectory_tree import call_temperature, mask_reason, masked_calls, to_training_data
+from agentrl.data.finalize_group import (
+    GroupRules,
+    call_temperature,
+    explain_difference,
+    mask_reason,
+    masked_calls,
+    to_training_data,
+)
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     SamplingMask,

@@ -9,8 +9,7 @@ import pytest
 from model_calls import TASK, model_call, record
 
 from agentrl.config.schema import GroupConfig
-from agentrl.data.finalize_group import explain_difference
-from agentrl.data.trajectory_tree import to_training_data
+from agentrl.data.finalize_group import explain_difference, to_training_data
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.status import CallStatus
 from agentrl.documents.training import DBRecordData

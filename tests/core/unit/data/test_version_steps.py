@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fake_store import FakeStore
 
-from agentrl.data.freshness import VersionSteps
+from agentrl.data.stream import VersionSteps
 
 
 @pytest.fixture

@@ -23,8 +23,7 @@ from agentrl.distributed.context_parallel import (
     split_attention,
 )
 from agentrl.errors import ConfigError, ModelError
-from agentrl.model.attention.flex import BLOCK, forest_block_mask
-from agentrl.model.attention.sdpa import forest_mask
+from agentrl.model.attention import BLOCK, forest_block_mask, forest_mask
 
 
 class Whole:

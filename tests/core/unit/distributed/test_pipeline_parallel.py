@@ -6,6 +6,7 @@ import copy
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
@@ -14,8 +15,9 @@ from tiny_models import VOCABULARY, chains, packed, tiny_model, tree
 from torch import Tensor, nn
 
 from agentrl.data.forest import TokenForest
-from agentrl.distributed.apply import InFlight, PipelineModel
+from agentrl.distributed import parallel_model
 from agentrl.distributed.mesh import Layout, Mesh
+from agentrl.distributed.parallel_model import InFlight, PipelineModel
 from agentrl.distributed.pipeline_stages import (
     assign_layers,
     assign_model_layers,
@@ -25,9 +27,9 @@ from agentrl.distributed.pipeline_stages import (
     tied_weight,
 )
 from agentrl.errors import ConfigError, ModelError
-from agentrl.model.attention.executor import build_executor
+from agentrl.model.attention import build_executor
 from agentrl.model.flops import Stopwatch
-from agentrl.model.forward import ForwardOptions
+from agentrl.model.logprobs import ForwardOptions
 
 SHARES = [range(1), range(1, 3), range(3, 4)]
 
@@ -156,6 +158,20 @@ class StageMesh(Mesh):
         return int(self.stage) if name == "pp" else 0
 
 
+@dataclass(frozen=True)
+class States:
+    """Stand in for the hidden states of a forest."""
+
+    forest: Any
+
+    def requires_grad_(self) -> States:
+        return self
+
+    @property
+    def grad(self) -> Any:
+        return ("gradient", self.forest)
+
+
 class Rehearsal(PipelineModel):
     """A stage that computes nothing and notes what it would: which forests go forward and back, and when."""
 
@@ -165,16 +181,20 @@ class Rehearsal(PipelineModel):
         self.notes: list[tuple[str, Any]] = []
         self.finals: list[bool] = []
 
-    def _forward(self, forest: Any, options: Any, received: Any, loss: Any, watch: Any) -> InFlight:
-        assert received == (None if self._stage == 0 else ("states", forest))
+    def forward(self, forest: Any, options: Any, received: Any = None) -> Any:
+        assert received == (None if self._stage == 0 else States(forest))
         self.notes.append(("forward", forest))
-        return InFlight(forest, received, cast("Any", ("states", forest)), "")
+        return (forest,)
+
+    def _forward(self, forest: Any, options: Any, received: Any, watch: Any) -> InFlight:
+        self(forest, options, received)
+        return InFlight(forest, received, cast("Any", States(forest)), "")
 
     def _backward(self, item: InFlight, gradient: Any, watch: Any, *, is_last: bool) -> Any:
-        assert gradient == (None if self._is_last else ("gradient", item.forest))
+        assert gradient == States(item.forest).grad
         self.notes.append(("backward", item.forest))
         self.finals.append(is_last)
-        return None if self._stage == 0 else ("gradient", item.forest)
+        return None if self._stage == 0 else States(item.forest).grad
 
     def _exchange(
         self, *, states: Any = None, gradient: Any = None, states_of: Any = None, gradient_of: Any = None
@@ -191,13 +211,20 @@ class Rehearsal(PipelineModel):
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
-def test_every_forest_goes_forward_and_back_in_order_with_few_under_way(stages: int, count: int) -> None:
+def test_every_forest_goes_forward_and_back_in_order_with_few_under_way(
+    stages: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        parallel_model, "set_reduction", lambda stage, _, *, is_last: stage.finals.append(is_last)
+    )
     wires = [(Wire(), Wire()) for _ in range(stages - 1)]
     rehearsals = [Rehearsal(stage, wires) for stage in range(stages)]
     forests = cast("list[TokenForest]", [f"forest {index}" for index in range(count)])
 
     def run(stage: Rehearsal) -> None:
-        stage.forward_backward(forests, ForwardOptions(), cast("Any", None), Stopwatch(torch.device("cpu")))
+        watch = Stopwatch(torch.device("cpu"))
+        for forest, _ in stage.micro_batches(forests, ForwardOptions(), watch):
+            stage.notes.append(("backward", forest))
 
     with ThreadPoolExecutor(stages) as pool:
         list(pool.map(run, rehearsals))

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from rank_shares import all_shares, forests, ranks
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
-from agentrl.model.attention.flex import BLOCK
-from agentrl.model.attention.sdpa import forest_mask
+from agentrl.model.attention import BLOCK, forest_mask
 from agentrl.model.flops import attention_pairs
 
 

@@ -10,7 +10,7 @@ import pytest
 from made_documents import made_call
 from numpy.typing import NDArray
 
-from agentrl.data.trajectory_tree import build_tree
+from agentrl.data.finalize_group import build_tree
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     ExpertShape,

@@ -13,7 +13,7 @@ import pytest
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import EngineError
-from agentrl.evaluation.engines import FixedVersionRouter
+from agentrl.evaluation.policy import FixedVersionRouter
 from agentrl.inference.engine import Generation
 from agentrl.observe import progress as progress_module
 from agentrl.observe.progress import Parts, StoppedError

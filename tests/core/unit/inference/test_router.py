@@ -10,6 +10,7 @@ import pytest
 from rollout_fakes import END, END_OF_TEXT, format_of
 
 from agentrl.chat.chat_format import ChatFormat
+from agentrl.columns.outages import Outages
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
@@ -17,7 +18,6 @@ from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.engine import FinishReason, Generation
 from agentrl.inference.session import EngineRouter
-from agentrl.rollout.outages import Outages
 
 Answer = Generation | EngineError
 

@@ -8,7 +8,7 @@ import torch
 from recipes import RECIPES
 
 from agentrl.config.training import OldLogprobs
-from agentrl.data.freshness import whitened
+from agentrl.data.stream import whitened
 from agentrl.losses.compute import old_logprobs
 from agentrl.losses.loss import TokenBatch
 from agentrl.losses.settings import LossSettings

@@ -12,9 +12,16 @@ from transformers import Lfm2Config, Lfm2ForCausalLM, PreTrainedModel
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.errors import ConfigError, ModelError
-from agentrl.model.attention.executor import build_executor
-from agentrl.model.attention.sdpa import Segment, SegmentPlan, forest_mask, plan_segments, split_segments
-from agentrl.model.forward import ForwardOptions, check_model
+from agentrl.model.attention import (
+    Segment,
+    SegmentPlan,
+    build_executor,
+    forest_mask,
+    plan_segments,
+    split_segments,
+)
+from agentrl.model.check_model import check_model
+from agentrl.model.logprobs import ForwardOptions
 from agentrl.train.build import enable_checkpointing
 
 

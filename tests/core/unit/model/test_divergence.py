@@ -7,8 +7,7 @@ import torch
 
 from agentrl.documents.model_call import SamplingMask
 from agentrl.documents.record import TopLogprobs
-from agentrl.model.forward import reverse_kl
-from agentrl.model.logprobs import KeptIds, OutputHead, token_logprobs
+from agentrl.model.logprobs import KeptIds, OutputHead, reverse_kl, token_logprobs
 
 VOCABULARY, TOKENS, HIDDEN = 13, 5, 4
 PARENT = torch.tensor([0, 1, 1, 2, 4])

@@ -14,9 +14,14 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from agentrl.data.forest import TokenForest, forest_from_sequences, merge_prefixes
 from agentrl.errors import ModelError
-from agentrl.model.attention.executor import build_executor
-from agentrl.model.attention.flex import block_kinds, forest_block_mask, mask_function, padded_ends
-from agentrl.model.attention.sdpa import forest_mask
+from agentrl.model.attention import (
+    block_kinds,
+    build_executor,
+    forest_block_mask,
+    forest_mask,
+    mask_function,
+    padded_ends,
+)
 
 WIDE = {"hidden_size": 64, "head_dim": 16}
 """FlexAttention's kernels have heads of 16 and more."""

@@ -19,8 +19,8 @@ from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.distributed.context_parallel import split_tokens
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.losses.settings import LossSettings
-from agentrl.model.attention import flex
-from agentrl.model.forward import ForwardOptions
+from agentrl.model import attention
+from agentrl.model.logprobs import ForwardOptions
 from agentrl.train import build
 from agentrl.train.step import forward_backward
 
@@ -45,8 +45,10 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def compilations(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
     """Compile FlexAttention as on a GPU, up to its kernels, and count."""
     counter = CompileCounter()
-    kernel = flex.compile_kernel(flex.flex_any_length, lambda graph, inputs, **_: counter(graph, inputs))
-    monkeypatch.setattr(flex, "_kernel", lambda device_type: kernel)
+    kernel = attention.compile_kernel(
+        attention.flex_any_length, lambda graph, inputs, **_: counter(graph, inputs)
+    )
+    monkeypatch.setattr(attention, "_kernel", lambda device_type: kernel)
     return counter
 
 
@@ -87,19 +89,19 @@ def test_frozen_layers_and_a_reference_stay_below_the_limit(compilations: Compil
                     ParallelModel(scored.to(dtype), executor="flex")(chain(length), ForwardOptions())
     train(model, 700, 2, 300)
     assert compilations.frame_count == 8  # of each model in both dtypes, and two that train
-    assert compilations.frame_count <= flex.VARIANTS / 2
+    assert compilations.frame_count <= attention.VARIANTS / 2
 
 
 def test_ranks_that_split_tokens_compile_two_kernels(compilations: CompileCounter) -> None:
     for needs_gradient in (False, True):
         for tokens in (2, 700, 1500, 300):
-            part = split_tokens(chain(tokens), 2, 1, block=flex.BLOCK)
-            mask = flex.forest_block_mask(part.forest.subtree_end, "cpu", part.tokens)
+            part = split_tokens(chain(tokens), 2, 1, block=attention.BLOCK)
+            mask = attention.forest_block_mask(part.forest.subtree_end, "cpu", part.tokens)
             states = [
                 torch.randn(1, heads, length, 16, requires_grad=needs_gradient)
                 for heads, length in ((4, len(part.tokens)), (2, part.forest.tokens), (2, part.forest.tokens))
             ]
-            flex.block_attention(torch.nn.Module(), *states, None, scaling=0.25, block_mask=mask)
+            attention.block_attention(torch.nn.Module(), *states, None, scaling=0.25, block_mask=mask)
     assert compilations.frame_count == 2
 
 
@@ -144,13 +146,13 @@ attend.register_autograd(
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_selective_checkpointing_keeps_the_output_of_a_compiled_kernel() -> None:
     """Also if a kernel for another length is compiled before the backward, as in 1F1B."""
-    kernel = flex.compile_kernel(lambda query, key: attend(query, key))
+    kernel = attention.compile_kernel(lambda query, key: attend(query, key))
     weight = torch.randn(8, 8, requires_grad=True)
 
     def layer(states: torch.Tensor) -> torch.Tensor:
         query, key = (states @ weight).sin(), (states @ weight).cos()
         for each in (query, key):
-            flex._any_length(each, 1)
+            attention._any_length(each, 1)
         return kernel(query, key).square().sum()
 
     contexts = partial(create_selective_checkpoint_contexts, build._policy)

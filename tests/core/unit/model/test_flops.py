@@ -12,7 +12,7 @@ from tiny_models import chains, packed, tiny_model, tree
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, Qwen3MoeConfig
 
-from agentrl.model.attention.executor import build_executor
+from agentrl.model.attention import build_executor
 from agentrl.model.flops import (
     Backward,
     DevicePeak,

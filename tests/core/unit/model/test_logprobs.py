@@ -9,7 +9,7 @@ from tiny_models import tiny_model
 
 from agentrl.errors import ModelError
 from agentrl.model import logprobs as chunked
-from agentrl.model.forward import check_output_head
+from agentrl.model.check_model import check_output_head
 from agentrl.model.logprobs import OutputHead, output_head, token_logprobs
 
 N, T, H, V = 40, 29, 16, 53

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.distributed.pipeline_stages import assign_layers, check_stages
 from agentrl.errors import ModelError
-from agentrl.model.forward import check_model, list_kinds, small_copy
+from agentrl.model.check_model import check_model, list_kinds, small_copy
 from agentrl.model.load import allocate, is_empty, placeholders
 
 

@@ -20,7 +20,8 @@ from agentrl.documents.images import Image, ImageSpan
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.errors import ForestError, ModelError
-from agentrl.model.forward import ForwardOptions, check_model
+from agentrl.model.check_model import check_model
+from agentrl.model.logprobs import ForwardOptions
 from agentrl.model.vision import PixelReader
 
 PAD, START, END = (IDS[f"<|{name}|>"] for name in ("image_pad", "vision_start", "vision_end"))

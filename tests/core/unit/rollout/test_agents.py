@@ -13,7 +13,7 @@ from agentrl.documents.status import CallStatus, StopReason
 from agentrl.documents.task_json import make_task
 from agentrl.errors import ToolServerError
 from agentrl.rollout.agent_io import Outcome
-from agentrl.rollout.context import SUMMARY_HEADING, without_tools
+from agentrl.rollout.agents import SUMMARY_HEADING, without_tools
 from agentrl.rollout.rollout import Rollout
 
 FAIL = '<tool_call>{"name": "fail", "arguments": {}}</tool_call>'

@@ -8,7 +8,7 @@ import pytest
 from made_documents import made_task
 
 from agentrl.documents.task_json import BadTaskError
-from agentrl.environments.session import names_of
+from agentrl.environments.environment import names_of
 from agentrl.errors import ConfigError, ScorerError
 from agentrl.scoring.answers import extract_answer, require_readable
 from agentrl.scoring.scorers import SCORERS, scorer

@@ -19,8 +19,7 @@ from training_data import group, training_configs
 from agentrl.base.device_lease import DeviceLease
 from agentrl.base.folder_owner import Owner
 from agentrl.config.schema import ModelConfig, OptimConfig, RunConfig, TrainConfig
-from agentrl.data.freshness import Freshness
-from agentrl.data.stream import DataStream, StreamSettings
+from agentrl.data.stream import DataStream, Freshness, StreamSettings
 from agentrl.distributed.mesh import leave_processes, single_process
 from agentrl.observe.progress import StepView
 from agentrl.observe.trackers import open_trackers
@@ -30,7 +29,8 @@ from agentrl.train.controller import lead
 from agentrl.train.folders import RunFolders
 from agentrl.train.lease import HeldTrainerLease
 from agentrl.train.loop import Trainer
-from agentrl.train.publishing import DeviceTurns, Publisher, Saver, roll_back
+from agentrl.train.publishing import DeviceTurns, Publisher
+from agentrl.train.start import roll_back
 
 FRESH = Freshness(max_staleness=9)
 OWNER = Owner(run="run", id="1f", server="memory")
@@ -87,25 +87,22 @@ def _starter(base: Path, store: FakeStore, output: Path) -> Callable[..., Any]:
         controller = lead(single_process(), lambda: build_trainer(recipe, weights=weights, total_steps=None))
         if found:
             checkpoint.restore(found, controller.trainer)
-        progress = await roll_back(store, base, found, steps, attempt=lease.attempt, replays=choice == "auto")
+        progress = await roll_back(store, lease, base, found, steps, replays=choice == "auto")
         checkpoint.rename_reverted(output, progress.train_steps, lease.attempt)
         settings = StreamSettings(
             groups_per_step=config.groups_per_step, num_epochs=1, freshness=freshness, wait_seconds=30.0,
         )  # fmt: skip
-        stop = asyncio.Event()
-        turns = DeviceTurns(lease=device, controller=controller)
         folders = RunFolders(owner=OWNER, output=output, versions=str(output / "weights"))
         await folders.claim()
-        shared: Any = {"config": config, "controller": controller, "progress": progress, "lease": lease}
         publisher = Publisher(
-            store=store, turns=turns, folders=folders, max_staleness=max_staleness, stop=stop, **shared
-        )
-        saved = found.folder if found else None
-        saver = Saver(folders=folders, publisher=publisher, saved_step=progress.step, saved=saved, **shared)
+            store=store, config=config, controller=controller, progress=progress, lease=lease,
+            turns=DeviceTurns(lease=device, controller=controller), folders=folders,
+            max_staleness=max_staleness, stop=asyncio.Event(), saved_step=progress.step,
+            saved=found.folder if found else None,
+        )  # fmt: skip
         return Trainer(
-            store=store, run_name="run", saver=saver, stream=DataStream(store, settings, progress.replay),
-            turns=turns, stop=stop, view=StepView(Console(file=StringIO())),
-            tracker=open_trackers("none", RunConfig(), output), **shared,
+            publisher, DataStream(store, settings, progress.replay), StepView(Console(file=StringIO())),
+            open_trackers("none", RunConfig(), output),
         )  # fmt: skip
 
     return begin

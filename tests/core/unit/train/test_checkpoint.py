@@ -1,71 +1,60 @@
+"""Checkpoints: what they restore, which one a run resumes from, and which ones stay."""
+
 from __future__ import annotations
 
 import random
 import shutil
 from collections import namedtuple
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from tiny_policy import write_tiny_policy
-from torch.optim.lr_scheduler import LRScheduler
+from training_data import group, training_configs
 
-from agentrl.config.schema import ModelConfig, OptimConfig
+from agentrl.config.schema import AdapterConfig, ModelConfig, OptimConfig
+from agentrl.distributed.mesh import single_process
 from agentrl.documents.status import StepStatus
 from agentrl.documents.training import CheckpointState, TrainStep
 from agentrl.errors import ConfigError, LeaseLostError, ModelError, PublishError
-from agentrl.model.load import Policy, load_policy
+from agentrl.model.load import load_policy
 from agentrl.train import checkpoint
-from agentrl.train.controller import Controller, Lane, RankWriter
+from agentrl.train.build import build_trainer
+from agentrl.train.controller import Controller, lead
 from agentrl.train.lease import ThreadFence
-from agentrl.train.optimizer import build_optimizer, build_scheduler
-from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import architecture, stored_dtype
 from agentrl.weights.snapshot import write_config
 
 Usage = namedtuple("Usage", "total used free")
 
 
-@dataclass
-class Trained:
-    """As much of a PolicyTrainer, and of the Controller above it, as a checkpoint needs."""
+DATA = [*group("a"), *group("b")]
+RANKS = pytest.mark.parametrize("rank", [0, 4])
+"""Of LoRA."""
 
-    policy: Policy
-    optimizer: torch.optim.Optimizer
-    scheduler: LRScheduler
 
-    @classmethod
-    def load(cls, folder: Path, weights: Path | None = None) -> Trained:
-        policy = load_policy(ModelConfig(model_name_or_path=str(folder)), weights)
-        config = OptimConfig(learning_rate=1e-2, lr_scheduler_type="linear")
-        optimizer = build_optimizer(policy.model, config)
-        return cls(policy, optimizer, build_scheduler(optimizer, config, 10))
+def load(base: Path, weights: Path | None = None, rank: int = 0) -> Controller:
+    """A trainer of the model in ``base``, or of a checkpoint's ``weights``."""
+    recipe = training_configs(
+        ModelConfig(model_name_or_path=str(base)),
+        OptimConfig(learning_rate=1e-2, lr_scheduler_type="cosine"),
+        AdapterConfig(lora_rank=rank),
+    )
+    return lead(single_process(), lambda: build_trainer(recipe, weights=weights, total_steps=6))
 
-    @property
-    def trainer(self) -> Trained:
-        return self
 
-    @cached_property
-    def writer(self) -> RankWriter:
-        return RankWriter(cast("PolicyTrainer", self), Lane("versions"), Lane("checkpoints"))
+def step(trained: Controller) -> list[float]:
+    metrics = trained.train(DATA, None, {}).metrics
+    return [metrics[name] for name in ("loss", "lr", "grad_norm")]
 
-    def write_checkpoint(self, *arguments: Any) -> list[Future[Any]]:
-        return self.writer.write_checkpoint(*arguments)
 
-    def step(self) -> float:
-        ids = torch.randint(0, 250, (1, 12))
-        loss = self.policy.model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-        return float(loss.detach())
+def weights(trained: Controller) -> list[torch.Tensor]:
+    """What is trained."""
+    return [value for value in trained.policy.model.parameters() if value.requires_grad]
 
 
 @pytest.fixture
@@ -74,15 +63,14 @@ def base(tmp_path: Path) -> Path:
 
 
 def save(
-    root: Path, saved: CheckpointState, trained: Trained, *, limit: int = 2, lost_at: str | None = None
+    root: Path, saved: CheckpointState, trained: Controller, *, limit: int = 2, lost_at: str | None = None
 ) -> Path:
     """Save; with ``lost_at``, the lease is lost when that call of its fence is made."""
     fence = Mock(spec=ThreadFence)
     fence.discard.side_effect = lambda names: names
     if lost_at is not None:
         getattr(fence, lost_at).side_effect = LeaseLostError("replaced")
-    unfinished = checkpoint.begin(root, saved, cast("Controller", trained))
-    return unfinished.finish(limit=limit, fence=fence)
+    return checkpoint.begin(root, saved, trained).finish(limit=limit, fence=fence)
 
 
 def state(base: Path, step: int = 1, run_name: str = "run", attempt: int = 1) -> CheckpointState:
@@ -109,9 +97,9 @@ def find(
     return checkpoint.find(root, choice, known, run_name="run", base=base, **options)
 
 
-def save_steps(root: Path, base: Path, *steps: int) -> Trained:
+def save_steps(root: Path, base: Path, *steps: int) -> Controller:
     """Save a checkpoint of each of the steps."""
-    trained = Trained.load(base)
+    trained = load(base)
     for step in steps:
         save(root, state(base, step), trained)
     return trained
@@ -141,7 +129,7 @@ def names(root: Path) -> list[str]:
 
 @pytest.mark.parametrize("call", ["check", "discard"])
 def test_a_replaced_trainer_deletes_no_checkpoint(tmp_path: Path, base: Path, call: str) -> None:
-    trained = Trained.load(base)
+    trained = load(base)
     save(tmp_path, state(base, 1), trained, limit=1)
     with pytest.raises(LeaseLostError):
         save(tmp_path, state(base, 2), trained, limit=1, lost_at=call)
@@ -150,7 +138,7 @@ def test_a_replaced_trainer_deletes_no_checkpoint(tmp_path: Path, base: Path, ca
 
 
 def test_two_trainers_never_write_one_checkpoint(tmp_path: Path, base: Path) -> None:
-    trained = Trained.load(base)
+    trained = load(base)
     successor = replace(state(base, 2, attempt=3), train_steps=("1/1", "3/2"))
     save(tmp_path, state(base, 1), trained)
     save(tmp_path, successor, trained)
@@ -169,54 +157,58 @@ def test_a_checkpoint_that_is_being_deleted_is_not_resumed_from(tmp_path: Path, 
     assert found.state.step == 1
 
 
-def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, base: Path) -> None:
-    torch.manual_seed(1)
-    trained = Trained.load(base)
-    trained.step()
+@RANKS
+def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, base: Path, rank: int) -> None:
+    trained = load(base, rank=rank)
+    step(trained)
     folder = save(tmp_path, state(base), trained)
-    expected = [trained.step(), trained.step(), random.random(), np.random.rand()]
+    assert (folder / "model" / "model.safetensors").exists() is (rank == 0)
+    numbers = [random.random(), np.random.rand(), torch.rand(1)]
+    expected = [step(trained), step(trained)]
     found = find(tmp_path, base)
-    assert found.folder == folder
-    assert found.state == state(base)
-    again = Trained.load(base, found.model)
-    checkpoint.restore(found, again)
-    assert [again.step(), again.step(), random.random(), np.random.rand()] == expected
+    assert (found.folder, found.state) == (folder, state(base))
+    again = load(base, found.model, rank)
+    checkpoint.restore(found, again.trainer)
+    assert [random.random(), np.random.rand(), torch.rand(1)] == numbers
+    assert [step(again), step(again)] == expected
+    assert all(map(torch.equal, weights(again), weights(trained)))
+
+
+def test_an_adapter_is_not_resumed_from_without_one(tmp_path: Path, base: Path) -> None:
+    folder = save(tmp_path, state(base), load(base, rank=4))
+    with pytest.raises(ModelError, match="holds an adapter"):
+        load(base, folder / "model")
 
 
 def test_weights_that_publication_rounds_are_restored_exactly(tmp_path: Path, base: Path) -> None:
     write_config(base, None, "bfloat16")
-    trained = Trained.load(base)
-    trained.step()
+    trained = load(base)
+    step(trained)
     folder = save(tmp_path, state(base), trained)
     assert stored_dtype(folder / "model") == "bfloat16"
     found = find(tmp_path, base)
-    again = Trained.load(base, found.model)
-    held = dict(trained.policy.model.named_parameters())
-    loaded = dict(again.policy.model.named_parameters())
-    assert all(torch.equal(loaded[name], held[name].bfloat16().float()) for name in held)
-    checkpoint.restore(found, again)
-    assert all(torch.equal(loaded[name], held[name]) for name in held)
-    torch.manual_seed(2)
-    expected = trained.step()
-    torch.manual_seed(2)
-    assert again.step() == expected
+    again = load(base, found.model)
+    rounded = [value.bfloat16().float() for value in weights(trained)]
+    assert all(map(torch.equal, weights(again), rounded))
+    checkpoint.restore(found, again.trainer)
+    assert all(map(torch.equal, weights(again), weights(trained)))
+    assert step(again) == step(trained)
 
 
 def test_a_checkpoint_of_a_model_folder_in_the_trained_dtype_is_restored(tmp_path: Path, base: Path) -> None:
-    trained = Trained.load(base)
-    trained.step()
+    trained = load(base)
+    step(trained)
     folder = save(tmp_path, state(base), trained)
     write_config(base, None, "bfloat16")
     found = find(tmp_path, base)
     assert found.folder == folder
-    again = Trained.load(base, found.model)
-    checkpoint.restore(found, again)
-    held = trained.policy.model.parameters()
-    assert all(map(torch.equal, again.policy.model.parameters(), held))
+    again = load(base, found.model)
+    checkpoint.restore(found, again.trainer)
+    assert all(map(torch.equal, weights(again), weights(trained)))
 
 
 def test_the_model_part_is_a_hugging_face_folder(tmp_path: Path, base: Path) -> None:
-    folder = save(tmp_path, state(base), Trained.load(base))
+    folder = save(tmp_path, state(base), load(base))
     assert load_policy(ModelConfig(model_name_or_path=str(folder / "model"))).tokenizer.chat_template
 
 
@@ -230,7 +222,7 @@ def test_only_the_newest_are_kept_and_auto_takes_the_newest_whole_one(tmp_path: 
 
 
 def test_choices_other_than_auto(tmp_path: Path, base: Path) -> None:
-    folder = save(tmp_path, state(base), Trained.load(base))
+    folder = save(tmp_path, state(base), load(base))
     assert find(tmp_path / "other", base, str(folder)).folder == folder
     assert find(tmp_path, base, "none") is None
     assert find(tmp_path / "other", base) is None
@@ -239,13 +231,13 @@ def test_choices_other_than_auto(tmp_path: Path, base: Path) -> None:
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, base: Path) -> None:
-    save(tmp_path, state(base, run_name="other"), Trained.load(base))
+    save(tmp_path, state(base, run_name="other"), load(base))
     with pytest.raises(ConfigError, match="of run 'other', and this run is 'run'"):
         find(tmp_path, base)
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path, base: Path) -> None:
-    save(tmp_path, state(base), Trained.load(base))
+    save(tmp_path, state(base), load(base))
     wider = write_tiny_policy(tmp_path / "wider", hidden_size=64)
     with pytest.raises(ModelError, match="hidden_size 32, not 64"):
         find(tmp_path, wider)
@@ -254,7 +246,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path, base: P
 def test_a_full_disk_leaves_the_checkpoints_that_are_there(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained = Trained.load(base)
+    trained = load(base)
     save(tmp_path, state(base, 1), trained, limit=1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(100, 90, 10))
     with pytest.raises(PublishError, match="is full"):
@@ -264,13 +256,13 @@ def test_a_full_disk_leaves_the_checkpoints_that_are_there(
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, base: Path) -> None:
-    trained = Trained.load(base)
+    trained = load(base)
     folder = save(tmp_path, state(base), trained)
     found = find(tmp_path, base)
     for name in ("trainer.pt", "optimizer/.metadata"):
         (folder / name).write_bytes(b"junk")
         with pytest.raises(ModelError, match="checkpoint-000001 cannot be restored"):
-            checkpoint.restore(found, trained)
+            checkpoint.restore(found, trained.trainer)
     (folder / "state.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"state\.json cannot be read"):
         find(tmp_path, base)

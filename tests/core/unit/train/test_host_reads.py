@@ -17,9 +17,8 @@ from agentrl.data.forest import TokenForest
 from agentrl.data.planner import build_micro_batches
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.losses.settings import LossSettings
-from agentrl.model.attention import flex
-from agentrl.model.flops import Stopwatch
-from agentrl.model.forward import ForwardOptions
+from agentrl.model import attention
+from agentrl.model.logprobs import ForwardOptions
 from agentrl.train.step import StepLoss, TokenRecorder, TrajectorySums, count_step
 
 META = torch.device("meta")
@@ -47,7 +46,9 @@ def add_gradients(
         sums.compared(DATA) if settings.loss.compares else None,
     )
     options = ForwardOptions(entropy_gradient=settings.entropy_coef > 0)
-    ParallelModel(model, executor=executor).forward_backward(batches, options, loss.add, Stopwatch(device))
+    parallel = ParallelModel(model, executor=executor)
+    for forest, values in parallel.micro_batches(batches, options):
+        torch.autograd.backward(loss.add(forest, *values))
     assert all(parameter.grad is not None for parameter in model.parameters())
     return loss
 
@@ -101,5 +102,5 @@ def test_sequences_that_run_alone_take_one_read_a_micro_batch() -> None:
 def test_flex_attention_reads_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(flex, "_kernel", lambda device_type: torch_flex.flex_attention)
+    monkeypatch.setattr(attention, "_kernel", lambda device_type: torch_flex.flex_attention)
     add_gradients(LossSettings(), "flex")

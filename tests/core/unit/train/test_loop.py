@@ -1,29 +1,35 @@
+"""Training goes through to its end, and on after kills, lost leases, full disks and bad losses."""
+
 from __future__ import annotations
 
 import asyncio
 import importlib
 import shutil
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from fake_store import FakeStore
+from otlp_collector import traced
 from training_data import group
 
 from agentrl.base.atomic_folder import remove_leftovers
 from agentrl.base.device_lease import DeviceLease
 from agentrl.data.stream import DataStream, StepData
+from agentrl.documents.model_call import pack_halves, unpack_halves
 from agentrl.documents.status import DataStatus, StepStatus, TrainerEnd, VersionStatus
-from agentrl.errors import ConfigError, LeaseLostError, PublishError, TrainingError
+from agentrl.documents.training import TokenStatistics, TrainStep
+from agentrl.errors import ConfigError, LeaseLostError, PublishError, StoreUnavailableError, TrainingError
 from agentrl.observe.metric_definitions import DEFINITIONS
-from agentrl.train import checkpoint, controller
+from agentrl.train import checkpoint, controller, loop, publishing
 from agentrl.train.controller import Controller
 from agentrl.train.loop import Trainer
-from agentrl.train.publishing import Publisher
-from agentrl.train.step import PolicyTrainer, StepResult
+from agentrl.train.step import PolicyTrainer, StepResult, TokenValues
 from agentrl.weights.folder import verify
 from agentrl.weights.snapshot import Snapshot, Written
 
@@ -184,7 +190,7 @@ async def resumed_after_step_2(store: FakeStore, start: Start, **changes: Any) -
     """A trainer that goes on from a checkpoint of step 2 where step 3 had been trained and published."""
     trainer = await start(save_steps=2, max_steps=3)
     await trainer.run()
-    shutil.rmtree(trainer.saver.folders.output / "checkpoint-000003")
+    shutil.rmtree(trainer.publisher.folders.output / "checkpoint-000003")
     return cast("Trainer", await start(**{"max_steps": 3, **changes}))
 
 
@@ -199,7 +205,7 @@ async def test_a_replayed_step_with_equal_weights_is_the_version_that_it_was(
     assert {version.status for version in store.versions.values()} == {VersionStatus.PUBLISHED}
     assert store.versions[3].train_step == "2/3"
     verify(store.versions[3].location, store.versions[3].files)
-    assert sorted(path.name for path in (trainer.saver.folders.output / "weights").glob("v*")) == [
+    assert sorted(path.name for path in (trainer.publisher.folders.output / "weights").glob("v*")) == [
         "v000001", "v000002", "v000003",
     ]  # fmt: skip
 
@@ -229,7 +235,7 @@ async def test_starting_anew_chooses_anew(store: FakeStore, start: Start) -> Non
     trainer = await start("none", max_steps=1)
     await trainer.run()
     assert store.train_steps["2/1"].data == ("f/0/1", "f/1/1", "e/0/1", "e/1/1")
-    assert [path.name for path in sorted(trainer.saver.folders.output.glob("*checkpoint-*"))] == [
+    assert [path.name for path in sorted(trainer.publisher.folders.output.glob("*checkpoint-*"))] == [
         "checkpoint-000001-2", "undone-checkpoint-000001",
     ]  # fmt: skip
 
@@ -262,11 +268,11 @@ async def test_a_trainer_that_dies_anywhere_ends_where_one_does_that_did_not(
         with pytest.raises(Killed):
             await trainer.run()
     trainer = await start()
-    remove_leftovers(trainer.saver.folders.output)
-    remove_leftovers(trainer.saver.folders.output / "weights")
+    remove_leftovers(trainer.publisher.folders.output)
+    remove_leftovers(trainer.publisher.folders.output / "weights")
     await trainer.run()
     assert outcome(store) == untouched
-    assert not list(trainer.saver.folders.output.glob("**/.tmp-*"))
+    assert not list(trainer.publisher.folders.output.glob("**/.tmp-*"))
 
 
 async def test_a_trainer_that_was_replaced_writes_nothing_more(store: FakeStore, start: Start) -> None:
@@ -347,18 +353,18 @@ async def test_training_pauses_at_the_staleness_bound_until_it_can_publish(
     store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = await start(max_staleness=1, save_steps=99)
-    disk = Disk(trainer.saver.folders.output, monkeypatch)
+    disk = Disk(trainer.publisher.folders.output, monkeypatch)
     paused_at: list[int] = []
 
-    async def make_space(_: Publisher, __: float) -> None:
+    async def make_space(*events: asyncio.Event, timeout: float) -> None:
         paused_at.append(len(committed(store)))
         disk.is_full = len(paused_at) < 3
 
-    monkeypatch.setattr(Publisher, "_sleep", make_space)
+    monkeypatch.setattr(publishing, "wait_for_any", make_space)
     await trainer.run()
     assert paused_at == [2, 2, 2]
     assert "training pauses at step 2, 2 steps ahead of version 0" in caplog.text
-    assert f"the disk of {trainer.saver.folders.output / 'weights'} is full" in caplog.text
+    assert f"the disk of {trainer.publisher.folders.output / 'weights'} is full" in caplog.text
     assert "10 are free" in caplog.text
     assert [(version.id, version.step) for version in store.versions.values()] == [(0, 0), (1, 2), (2, 3)]
 
@@ -367,9 +373,9 @@ async def test_training_that_cannot_publish_ends_with_what_it_has_kept(
     store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     trainer = await start(max_staleness=1, publish_wait_seconds=0.01)
-    trainer.saver.folders = replace(trainer.saver.folders, fallback=tmp_path / "fallback")
-    await trainer.saver.folders.claim()
-    Disk(trainer.saver.folders.output, monkeypatch)
+    trainer.publisher.folders = replace(trainer.publisher.folders, fallback=tmp_path / "fallback")
+    await trainer.publisher.folders.claim()
+    Disk(trainer.publisher.folders.output, monkeypatch)
     with pytest.raises(PublishError, match=r"training stops at step 2: the disk of .* is full") as stopped:
         await trainer.run()
     kept = tmp_path / "fallback" / "checkpoint-000002"
@@ -438,3 +444,109 @@ async def test_three_losses_that_are_not_finite_end_training(
     assert store.with_status(DataStatus.READY) == list(store.data)
     assert [step.data[0] for step in store.train_steps.values()] == ["a/0/1", "c/0/1", "a/0/1"]
     assert "a/0/1, a/1/1, b/0/1, b/1/1" in caplog.text
+
+
+async def test_a_step_is_a_trace_with_its_phases_and_links(store: FakeStore, start: Start) -> None:
+    asked: list[int] = []
+
+    async def trace_ids(records: list[str], limit: int) -> list[str]:
+        asked.append(len(records))
+        return [f"{len(asked):032x}"]
+
+    store.records = SimpleNamespace(trace_ids=trace_ids)  # type: ignore[attr-defined]
+    trainer = await start(max_steps=2)
+    with traced() as collector:
+        await trainer.run()
+    first, second = collector.named("train_step")
+    assert (first.parent, first.trace == second.trace) == ("", False)
+    assert (first.links, second.links) == ([f"{1:032x}"], [f"{2:032x}"])
+    step = store.train_steps["1/1"]
+    expected = {
+        "agentrl.train_step": "1/1", "agentrl.step": 1, "agentrl.policy_version": 0, "agentrl.groups": 2,
+        "agentrl.loss": step.metrics["loss"], "agentrl.trajectories": step.metrics["trajectories"],
+    }  # fmt: skip
+    assert expected.items() <= first.attributes.items()
+    assert len(first.attributes["agentrl.records"]) == asked[0] == len(step.data)
+    children = [span for span in collector.spans if span.parent == first.id]
+    names = [span.name for span in sorted(children, key=lambda span: span.begin)]
+    assert names == ["wait_for_data", "updates", "commit", "publish", "save"]
+    (updates,) = (span for span in children if span.name == "updates")
+    phases = [span for span in collector.spans if span.parent == updates.id]
+    assert [span.name for span in phases] == ["pack", "forward", "backward", "optimizer"]
+    assert all(first.begin <= span.begin and span.end <= first.end for span in children)
+
+
+STEP = TrainStep(id="2/7", step=7, policy_version=6, data=("a/0/1",), owner="me")
+ITEM = group("a")[0]
+VALUES = [
+    TokenValues(ITEM.id, ITEM.spans, np.array([0.5, -1.0, 0.0, 2e5], np.float32), np.ones(4, np.float32))
+]
+
+
+def failing(error: BaseException) -> Callable[[Sequence[TokenStatistics]], Any]:
+    async def put(items: Sequence[TokenStatistics]) -> None:
+        raise error
+
+    return put
+
+
+async def test_a_step_is_written_as_one_document_per_trajectory(store: Any) -> None:
+    writes = loop.TokenWriter(store)
+    writes.start(STEP, VALUES)
+    await writes.close()
+    (written,) = store.statistics.values()
+    assert (written.id, written.record, written.step) == ("a/0/1@2/7", "a/0/1", 7)
+    assert [(span.start, span.end) for span in written.spans] == [(6, 10)]
+    assert unpack_halves(written.log_ratios).tolist() == [0.5, -1.0, 0.0, 65504.0]
+    assert written.problem(10) is None
+    assert written.problem(9) == "a span is outside 9 tokens"
+
+
+def test_packed_halves_keep_missing_values_and_three_digits() -> None:
+    values = np.array([1e-4, 0.0123456, 11.5, np.nan], np.float32)
+    np.testing.assert_allclose(unpack_halves(pack_halves(values)), values, rtol=5e-4)
+
+
+async def test_a_failed_write_is_a_warning(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+    store.training.put_token_statistics = failing(StoreUnavailableError("the database is gone"))  # type: ignore[method-assign]
+    writes = loop.TokenWriter(store)
+    writes.start(STEP, VALUES)
+    await writes.close()
+    assert "step 7: its token statistics are not stored: the database is gone" in caplog.text
+
+
+async def test_a_slow_write_is_never_waited_for_longer_than_the_end_of_the_run(
+    store: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hangs(items: Sequence[TokenStatistics]) -> None:
+        await asyncio.Event().wait()
+
+    store.training.put_token_statistics = hangs  # type: ignore[method-assign]
+    monkeypatch.setattr(loop, "CLOSE_SECONDS", 0.01)
+    writes = loop.TokenWriter(store)
+    writes.start(STEP, VALUES)
+    writes.start(STEP, VALUES)
+    assert "still writing those of an earlier step" in caplog.text
+    await writes.close()
+    assert "the database is too slow" in caplog.text
+    assert store.statistics == {}
+
+
+async def test_a_run_stores_the_tokens_of_each_step_whose_write_succeeds(
+    store: Any, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put = store.training.put_token_statistics
+
+    async def fails_once(items: Sequence[TokenStatistics]) -> None:
+        if items[0].step == 1:
+            raise StoreUnavailableError("gone")
+        await put(items)
+
+    monkeypatch.setattr(store.training, "put_token_statistics", fails_once)
+    await (await start(save_steps=9, publish_steps=9)).run()
+    assert store.with_status(DataStatus.TRAINED) == list(store.data)
+    steps = list(store.train_steps.values())
+    assert [step.step for step in steps] == [1, 2, 3]
+    assert store.statistics.keys() == {f"{data}@{step.id}" for step in steps[1:] for data in step.data}
+    assert all(item.problem(10) is None for item in store.statistics.values())
+    assert "step 1: its token statistics are not stored: gone" in caplog.text

@@ -11,7 +11,7 @@ import pytest
 from fake_store import FakeStore
 from training_data import group, sampled_by
 
-from agentrl.data.freshness import Freshness
+from agentrl.data.stream import Freshness
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
 from agentrl.train.step import PolicyTrainer

@@ -16,7 +16,7 @@ from agentrl.errors import ForestError
 from agentrl.losses.compute import Denominators
 from agentrl.losses.loss import LOSSES
 from agentrl.losses.settings import LossSettings
-from agentrl.model.forward import ForwardOptions
+from agentrl.model.logprobs import ForwardOptions
 from agentrl.train.step import count_step, forward_backward
 
 PER_TRAJECTORY = [name for name in LOSSES.names() if not LOSSES.get(name).compares]

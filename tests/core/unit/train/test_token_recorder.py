@@ -17,8 +17,8 @@ from tiny_trainer import have_same_weights, tiny_trainer
 from training_data import group, sampled_by
 
 from agentrl.data.forest import TokenForest, forest_from_data
-from agentrl.data.freshness import Freshness
 from agentrl.data.planner import PrefixMerging, build_micro_batches
+from agentrl.data.stream import Freshness
 from agentrl.distributed.mesh import Mesh
 from agentrl.documents.model_call import unpack_floats
 from agentrl.documents.training import DBRecordData

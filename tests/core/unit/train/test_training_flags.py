@@ -33,7 +33,7 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.config.training import SFTConfig
-from agentrl.data.freshness import Freshness, freshness_of
+from agentrl.data.stream import Freshness, freshness_of
 from agentrl.distributed.mesh import plan_layout
 from agentrl.documents.model_call import pack_floats, pack_ids, unpack_ids
 from agentrl.documents.record import TokenColumns

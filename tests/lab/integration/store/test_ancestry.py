@@ -14,8 +14,8 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.run import PARENT, Relative, child_key
 from agentrl.documents.task import record_key
 from agentrl.errors import ConfigError, StoreError
+from agentrl.lab.deletion import Retention
 from agentrl.lab.manage_runs import RunAdmin, rename_run
-from agentrl.lab.retention import Retention
 from agentrl.lab.transfer import Transfer
 from agentrl.store.client import Store, open_connection, open_existing, open_store
 from agentrl.store.mechanics.connection import DATA, RECORD, RUN, TASK

@@ -10,7 +10,7 @@ from db_command import violations
 from small_run import ABANDONED, READY, RUNNING, STEP, TRAINED, UNTOUCHED
 
 from agentrl.documents.status import SlotStatus, TaskStatus
-from agentrl.lab.fork import Begun, Fork
+from agentrl.lab.manage_runs import Begun, Fork
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

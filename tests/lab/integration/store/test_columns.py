@@ -13,7 +13,7 @@ from ready_data import ready_data
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.finalize_group import verifier
 from agentrl.data.forest import forest_from_data
-from agentrl.data.freshness import Freshness
+from agentrl.data.stream import Freshness
 from agentrl.documents.record import TopLogprobs
 from agentrl.documents.status import ColumnStatus, RecordStatus, TaskStatus
 from agentrl.documents.training import DBRecordData

@@ -13,7 +13,7 @@ from db_command import agentrl_db
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, StoreError
-from agentrl.lab import dataset
+from agentrl.lab import transfer
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -23,7 +23,7 @@ async def test_the_scored_trajectories_become_rows(
     store: Store, run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-    monkeypatch.setattr(dataset, "_PAGE", 2)
+    monkeypatch.setattr(transfer, "_PAGE", 2)
     await run.build(store, tmp_path / "weights")
     calls = [{"function": {"name": "add", "arguments": {"a": 2}}}]
     change = {"$set": {"response.tool_calls": calls, "response.content": [{"type": "text", "text": "é!"}]}}
@@ -59,5 +59,5 @@ async def test_without_pyarrow_the_extra_is_named(
 def test_rows_with_gaps_become_a_table() -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     content = io.BytesIO()
-    dataset.write_parquet([{"step": 1, "reward": None}, {"step": 2, "reward": 0.5}], content)
+    transfer.write_parquet([{"step": 1, "reward": None}, {"step": 2, "reward": 0.5}], content)
     assert parquet.read_table(io.BytesIO(content.getvalue())).to_pylist()[1] == {"step": 2, "reward": 0.5}

@@ -11,9 +11,9 @@ from ready_data import ready_data
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, task_key
+from agentrl.lab import cli_db
 from agentrl.lab.check.checks import Checks
-from agentrl.lab.cli import db
-from agentrl.lab.cli.db import check_options
+from agentrl.lab.cli_db import check_options
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
 
@@ -67,7 +67,9 @@ async def test_shaped_rewards_keep_the_scores_and_check_out(store: Store) -> Non
     records = sorted(await store.records.by_task(key), key=lambda record: record.traj_id)
     assert [(r.score, r.generated_tokens) for r in records] == [(1.0, 8), (0.0, 8), (1.0, 4)]
     assert [r.advantage for r in records] == pytest.approx([0.25, -1.25, 1.0])
-    options = replace(check_options(db.parser().parse_args(["check", "--run_name", "x"])), settle_seconds=0.0)
+    options = replace(
+        check_options(cli_db.parser().parse_args(["check", "--run_name", "x"])), settle_seconds=0.0
+    )
     report = await Checks(store.connection).run(options)
     named = [str(item.problem) for item in report.violations if "advantage" in str(item.problem)]
     assert named == []

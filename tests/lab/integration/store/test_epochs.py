@@ -20,8 +20,7 @@ from test_store_check import OPTIONS, check
 from test_store_claims import make_tasks
 
 from agentrl.config.schema import RunConfig
-from agentrl.data.freshness import Freshness
-from agentrl.data.stream import DataStream, StreamSettings
+from agentrl.data.stream import DataStream, Freshness, StreamSettings
 from agentrl.documents.status import EpochStatus
 from agentrl.store import epochs, tasks
 from agentrl.store.client import Store, open_store

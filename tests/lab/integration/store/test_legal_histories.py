@@ -16,16 +16,16 @@ from legal_edges import watched
 from legal_history import History
 
 from agentrl.config.schema import GroupConfig
+from agentrl.lab import cli_db
 from agentrl.lab.check.checks import Checks
-from agentrl.lab.cli import db
-from agentrl.lab.cli.db import check_options
+from agentrl.lab.cli_db import check_options
 from agentrl.store import steps
 from agentrl.store.client import Store
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 OPTIONS = replace(
-    check_options(db.parser().parse_args(["check", "--run_name", "any"])),
+    check_options(cli_db.parser().parse_args(["check", "--run_name", "any"])),
     settle_seconds=0.0,
     clock_skew_seconds=0.0,
 )

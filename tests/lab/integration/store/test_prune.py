@@ -14,7 +14,7 @@ from ready_data import statuses
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import DataStatus
 from agentrl.errors import ConfigError, StoreError
-from agentrl.lab.retention import Pruned, Retention
+from agentrl.lab.deletion import Pruned, Retention
 from agentrl.store.client import Store
 from agentrl.store.mechanics import blobs
 from agentrl.store.steps import StaleVersions

@@ -14,16 +14,15 @@ import small_run as run
 from ready_data import statuses
 from rich.console import Console
 
-from agentrl.data.freshness import Freshness
 from agentrl.data.planner import packing_problem
-from agentrl.data.stream import DataStream, StreamSettings
+from agentrl.data.stream import DataStream, Freshness, StreamSettings
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.status import DataStatus
+from agentrl.lab import cli_db
 from agentrl.lab.check.checks import Checks
-from agentrl.lab.cli import db
-from agentrl.lab.cli.db import check_options
+from agentrl.lab.cli_db import check_options
+from agentrl.screens.run_screens import render_tables
 from agentrl.screens.snapshot import SnapshotReader
-from agentrl.screens.tables import render_tables
 from agentrl.screens.trajectory_page import render_rows
 from agentrl.screens.views.counts import Details
 from agentrl.screens.views.read import Views
@@ -33,7 +32,9 @@ from agentrl.store.mechanics import blobs
 pytestmark = pytest.mark.integration
 
 BAD, GOOD = f"{run.READY}/0/1", f"{run.READY}/1/1"
-OPTIONS = replace(check_options(db.parser().parse_args(["check", "--run_name", "any"])), settle_seconds=0.0)
+OPTIONS = replace(
+    check_options(cli_db.parser().parse_args(["check", "--run_name", "any"])), settle_seconds=0.0
+)
 
 
 async def lose_file(store: Store) -> None:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.integration
 
 _KILLED = """
 import asyncio, os, signal, sys
-from agentrl.screens.cli.runs import main
+from agentrl.screens.cli import runs
 from agentrl.lab import manage_runs
 
 place, words = sys.argv[1], sys.argv[2:]
@@ -48,7 +48,7 @@ def after_moving(*arguments):
     kill()
 
 setattr(owner, name, after_moving if place == "move" else after)
-raise SystemExit(main(words))
+raise SystemExit(runs(words))
 """
 
 

@@ -18,13 +18,13 @@ from agentrl.documents.run import PARENT, Kinship, Relative
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, LeaseHeldError, LeaseLostError, StoreError
+from agentrl.lab import cli as retract_command
+from agentrl.lab import deletion
 from agentrl.lab import retract as of_trainer
-from agentrl.lab import withdraw
-from agentrl.lab.cli import retract as retract_command
-from agentrl.lab.dataset import FILE
+from agentrl.lab.deletion import Retractions
 from agentrl.lab.regroup import decide_anew
 from agentrl.lab.retract import delete_withdrawn, remove_lines
-from agentrl.lab.withdraw import Retractions
+from agentrl.lab.transfer import FILE
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store, open_store
 from agentrl.train.lease import hold_lease
@@ -39,8 +39,8 @@ TRAINED = f"{run.TRAINED}/1/1"
 async def agentrl_retract(config: RunConfig, *words: str) -> int:
     """Run ``agentrl retract`` inside a running event loop."""
     where = (config.run_name, "--db_connection_string", str(config.db_connection_string), "--yes")
-    arguments = retract_command.parser().parse_args([*where, *words])
-    return await retract_command.retract(arguments)
+    arguments = retract_command.retract_parser().parse_args([*where, *words])
+    return await retract_command.withdraw_from_run(arguments)
 
 
 async def mentions(store: Store, text: str) -> dict[str, int]:
@@ -142,7 +142,7 @@ async def test_rebuild_goes_back_and_decides_trained_groups_again(
             changed.add(key)
         return outcome
 
-    monkeypatch.setattr(withdraw, "decide_anew", decide_late)
+    monkeypatch.setattr(deletion, "decide_anew", decide_late)
     assert await agentrl_retract(run_config, "--output_dir", str(tmp_path)) == 0
     assert changed == {run.TRAINED}
     assert "the run is back at step 0" in capsys.readouterr().out

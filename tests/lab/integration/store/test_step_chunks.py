@@ -22,9 +22,9 @@ from agentrl.documents.status import DataStatus, RecordStatus, StepStatus
 from agentrl.documents.task import task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError
+from agentrl.lab import cli_db
 from agentrl.lab.check.checks import Checks
-from agentrl.lab.cli import db
-from agentrl.lab.cli.db import check_options
+from agentrl.lab.cli_db import check_options
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store import steps
 from agentrl.store.client import Store, open_store
@@ -34,7 +34,7 @@ from agentrl.store.steps import StaleVersions
 pytestmark = pytest.mark.integration
 
 OPTIONS = replace(
-    check_options(db.parser().parse_args(["check", "--run_name", "any", "--max_trained_count", "2"])),
+    check_options(cli_db.parser().parse_args(["check", "--run_name", "any", "--max_trained_count", "2"])),
     settle_seconds=0.0,
 )
 GROUPS = tuple(task_key("train", 0, name) for name in "abcde")

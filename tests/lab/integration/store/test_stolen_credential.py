@@ -24,7 +24,7 @@ from agentrl.documents.record import GatewaySession
 from agentrl.documents.run import Evaluation
 from agentrl.documents.status import EvaluationStatus
 from agentrl.documents.task import task_key
-from agentrl.environments.session import open_environment
+from agentrl.environments.environment import open_environment
 from agentrl.errors import ConfigError, StoreError, TaskEnvironmentError
 from agentrl.gateway.feedback import require_rule
 from agentrl.scoring.scorers import SCORERS

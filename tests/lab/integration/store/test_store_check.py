@@ -21,10 +21,10 @@ from agentrl.data.finalize_group import verifier
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, read_checkpoints
 from agentrl.errors import ConfigError
+from agentrl.lab import cli_db
 from agentrl.lab.check.checks import Checks
 from agentrl.lab.check.reading import CheckOptions, Invariant, Report
-from agentrl.lab.cli import db
-from agentrl.lab.cli.db import check_options
+from agentrl.lab.cli_db import check_options
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -37,7 +37,7 @@ CALL = f"{OTHER}/1"
 CLAIMED = f"{run.RUNNING}/0/1"
 LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 LATER = datetime.now(UTC) + timedelta(days=1)
-ARGUMENTS = db.parser().parse_args(["check", "--run_name", "any"])
+ARGUMENTS = cli_db.parser().parse_args(["check", "--run_name", "any"])
 OPTIONS = replace(check_options(ARGUMENTS), settle_seconds=0.0)
 
 

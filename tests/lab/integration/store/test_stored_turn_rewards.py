@@ -10,9 +10,9 @@ import small_run as run
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import task_key
+from agentrl.lab import cli_db
 from agentrl.lab.check.checks import Checks
-from agentrl.lab.cli import db
-from agentrl.lab.cli.db import check_options
+from agentrl.lab.cli_db import check_options
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
 
@@ -36,7 +36,9 @@ async def test_turn_rewards_reach_the_training_data_and_check_out(store: Store) 
     assert [(r.advantage, r.turn_advantages) for r in records] == [(1.0, (0.25,)), (-1.0, (-0.25,))]
     data = {item["_id"]: item async for item in store.database["DBRecordData"].find({})}
     assert [[span["advantage"] for span in data[r.id]["spans"]] for r in records] == [[1.25], [-1.25]]
-    options = replace(check_options(db.parser().parse_args(["check", "--run_name", "x"])), settle_seconds=0.0)
+    options = replace(
+        check_options(cli_db.parser().parse_args(["check", "--run_name", "x"])), settle_seconds=0.0
+    )
     report = await Checks(store.connection).run(options)
     named = [str(item.problem) for item in report.violations if "advantage" in str(item.problem)]
     assert named == []

@@ -15,9 +15,9 @@ from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.finalize_group import GroupRules
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Claim, task_key
+from agentrl.lab import cli_db
 from agentrl.lab.check.checks import Checks
-from agentrl.lab.cli import db
-from agentrl.lab.cli.db import check_options
+from agentrl.lab.cli_db import check_options
 from agentrl.lab.regroup import NewScore, Reopening, Rescoring
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.screens.views.counts import Details, GroupCount
@@ -28,7 +28,7 @@ from agentrl.store.epochs import PASS_RATE, Selection
 pytestmark = pytest.mark.integration
 
 EPOCHS = Selection(3)
-OPTIONS = replace(check_options(db.parser().parse_args(["check", "--run_name", "x"])), settle_seconds=0.0)
+OPTIONS = replace(check_options(cli_db.parser().parse_args(["check", "--run_name", "x"])), settle_seconds=0.0)
 
 
 async def load(store: Store, count: int) -> None:

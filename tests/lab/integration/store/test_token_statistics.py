@@ -13,7 +13,7 @@ from db_command import violations
 from agentrl.config.schema import RunConfig
 from agentrl.documents.model_call import pack_halves
 from agentrl.documents.training import DBRecordData, TokenSpan, TokenStatistics, statistics_key
-from agentrl.lab.retention import Retention
+from agentrl.lab.deletion import Retention
 from agentrl.lab.transfer import Transfer
 from agentrl.screens.views.read import TokenReads
 from agentrl.store.client import Store, open_connection

@@ -12,8 +12,8 @@ from small_run import STEP, TRAINED
 from test_run_pages import opened, page
 
 from agentrl.config.schema import RunConfig
+from agentrl.screens.run_screens import render_run_list, render_run_status
 from agentrl.screens.snapshot import SnapshotReader
-from agentrl.screens.status_screen import render_run_list, render_run_status
 from agentrl.store.client import Store
 from agentrl.store.run_list import Runs
 

@@ -26,8 +26,8 @@ from agentrl.documents.run import Evaluation, PolicyVersion
 from agentrl.documents.status import EvaluationStatus, TrainerEnd
 from agentrl.documents.task import task_key
 from agentrl.lab.database_server import Users
+from agentrl.lab.deletion import Retractions
 from agentrl.lab.manage_runs import RunAdmin
-from agentrl.lab.withdraw import Retractions
 from agentrl.observe.metric_definitions import definition_of
 from agentrl.screens.dashboard import stores
 from agentrl.screens.dashboard.serve import DashboardOptions, create_app

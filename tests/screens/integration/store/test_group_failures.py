@@ -19,8 +19,8 @@ from agentrl.documents.task import Task, task_key
 from agentrl.rollout import housekeeping as finalize_module
 from agentrl.rollout.housekeeping import ATTEMPTS, GroupFinalizer
 from agentrl.scoring.groups import ScoredGroup, group_filter
+from agentrl.screens.run_screens import render_tables
 from agentrl.screens.snapshot import SnapshotReader
-from agentrl.screens.tables import render_tables
 from agentrl.screens.views.counts import Details
 from agentrl.store.client import Store
 from agentrl.store.groups import GroupOutcome, StoredGroup

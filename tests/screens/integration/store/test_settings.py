@@ -16,8 +16,8 @@ from agentrl.errors import ConfigError
 from agentrl.evaluation.evaluate import evaluation_rules
 from agentrl.losses.settings import LossSettings
 from agentrl.observe.begin_run import begin_run
+from agentrl.screens.run_screens import render_tables
 from agentrl.screens.snapshot import SnapshotReader
-from agentrl.screens.tables import render_tables
 from agentrl.screens.views.counts import Details
 from agentrl.store.client import Store
 

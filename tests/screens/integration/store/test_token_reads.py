@@ -9,8 +9,8 @@ import pytest
 import small_run as run
 
 from agentrl.documents.status import DataStatus
+from agentrl.screens.views.counts import Rewards
 from agentrl.screens.views.read import TokenReads
-from agentrl.screens.views.scores import Rewards
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

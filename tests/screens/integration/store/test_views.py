@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
 from agentrl.screens.views.read import Views
 from agentrl.store.client import Store
+from agentrl.store.schema import prepare
 
 pytestmark = pytest.mark.integration
 
@@ -41,6 +43,23 @@ async def test_rows_equal_the_views(store: Store, tmp_path: Path) -> None:
     assert await equals_view(store, "audit_groups", await views.groups())
     assert await equals_view(store, "audit_tasks", await views.tasks())
     assert await equals_view(store, "audit_steps", await views.steps())
+
+
+async def test_a_view_of_an_installed_package_is_made_with_the_others(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = "passed = 'Record', [{'$match': {'score': 1.0}}]\nwrong = 'Record'\n"
+    (tmp_path / "own_views.py").write_text(own)
+    monkeypatch.syspath_prepend(tmp_path)
+    points = EntryPoints(
+        EntryPoint(name, f"own_views:{name}", "agentrl.views") for name in ("passed", "wrong")
+    )
+    monkeypatch.setattr("agentrl.base.registry.entry_points", lambda **query: points.select(**query))
+    await prepare(store.database)
+    assert "wrong" not in await store.database.list_collection_names()
+    assert await store.database["passed"].count_documents({}) == 0
+    await run.build(store, tmp_path / "weights")
+    assert [row["score"] async for row in store.database["passed"].find()] == [1.0] * 4
 
 
 async def test_rows_are_filtered_and_limited(store: Store, tmp_path: Path) -> None:

@@ -1,1 +1,0 @@
-"""Fill the column ``teacher``: ask another model for the logprobs of what the policy sampled."""
