@@ -9,14 +9,11 @@ turn; then every slot must have one score of 1, and no container, process or fol
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import logging
 import os
 import random
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -26,21 +23,14 @@ from rootfs_here import make_rootfs
 from waiting import comes_true
 
 from agentrl.chat.model_folder import read_chat_files
-from agentrl.config.schema import RunConfig
-from agentrl.store.client import open_store
-from agentrl.store.mechanics.retry import retry_outages
 from chaos.actors import TESTS, environment
 from chaos.drill_services import DrillEngine
-from chaos.harness_kills import Report, wait_for_end
+from chaos.harness_kills import Report, kill_in_turn, wait_for_end
 from chaos.scene import GENERATIONS, READY_SECONDS, RUN, Scene
-
-logger = logging.getLogger(__name__)
 
 HARBOR = TESTS.parent / "assets/examples/harbor/tasks"
 _REFUSED = 2
 """Tasks of the folder that no machine runs."""
-_AWAY_SECONDS = (0.2, 2.0)
-_GAP_SECONDS = (0.5, 2.5)
 _AT_ONCE = 16
 _POLL_SECONDS = 0.2
 _GONE_SECONDS = 30.0
@@ -130,35 +120,25 @@ async def run_container_kills(
 ) -> Report:
     """Kill for ``seconds`` while the slots are sampled; then wait for the end of all."""
     scene = ContainerScene(folder, generations)
-    report = Report(slots=0)
-    await scene.mongo.start()
-    try:
-        await asyncio.to_thread(scene.prepare)
+    report = Report(slots=(len(list(HARBOR.iterdir())) - _REFUSED) * generations)
+    rng, victims = random.Random(f"containers/{seed}"), ("sampler-0", "sampler-1", "mongod")
+    async with scene.opened(120) as store:
         load = scene.load_command()
         await asyncio.to_thread(subprocess.run, load, check=True, timeout=120, env=environment())
-        run = RunConfig(run_name=RUN, db_connection_string=scene.mongo.uri, db_timeout_seconds=3.0)
-        with retry_outages(120):
-            async with await open_store(run) as store:
-                report.slots = (len(list(HARBOR.iterdir())) - _REFUSED) * generations
-                async with scene.running(store, "engine", "sampler-0", "sampler-1"):
-                    await _kill_for(scene, report, seconds, random.Random(f"containers/{seed}"))
-                    counts = await wait_for_end(store, scene, report)
-                report.scored, report.attempts = counts.scored, counts.claimed
-                if (counts.scored, counts.closed) != (report.slots, 0):
-                    report.violations.append(f"{counts.scored} slots are scored, {counts.closed} failed")
-                await _check_records(store.database, report)
-        next_one = [
-            sys.executable,
-            "-c",
-            "from agentrl.base.atomic_folder import *; scratch_folder('next').rmdir()",
-        ]
+        async with scene.running(store, "engine", "sampler-0", "sampler-1"):
+            await comes_true(lambda: len(scene.left()) >= _AT_ONCE, READY_SECONDS, _POLL_SECONDS)
+            await kill_in_turn(scene, report, victims, seconds, rng, away=(0.2, 2.0), gap=(0.5, 2.5))
+            counts = await wait_for_end(store, scene, report)
+        report.scored, report.attempts = counts.scored, counts.claimed
+        if (counts.scored, counts.closed) != (report.slots, 0):
+            report.violations.append(f"{counts.scored} slots are scored, {counts.closed} failed")
+        await _check_records(store.database, report)
+        code = "from agentrl.base.atomic_folder import *; scratch_folder('next').rmdir()"
         own = {**environment(), "TMPDIR": str(scene.scratch)}
-        await asyncio.to_thread(subprocess.run, next_one, check=True, timeout=60, env=own)
+        await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], check=True, timeout=60, env=own)
         await comes_true(lambda: not scene.left(), _GONE_SECONDS, _POLL_SECONDS)
         report.violations += [f"left: {what}" for what in scene.left()]
         report.violations += await scene.check()
-    finally:
-        await scene.mongo.stop()
     return report
 
 
@@ -178,23 +158,6 @@ async def _check_records(database: Any, report: Report) -> None:
     )
     if failed:
         report.violations.append(f"{failed} attempts failed")
-
-
-async def _kill_for(scene: ContainerScene, report: Report, seconds: float, rng: random.Random) -> None:
-    await comes_true(lambda: len(scene.left()) >= _AT_ONCE, READY_SECONDS, _POLL_SECONDS)
-    deadline = time.monotonic() + seconds
-    for name in itertools.cycle(("sampler-0", "sampler-1", "mongod")):
-        if time.monotonic() > deadline:
-            return
-        logger.info("kill %s", name)
-        if name == "mongod":
-            await scene.mongo.kill(rng.uniform(*_AWAY_SECONDS))
-        else:
-            await asyncio.to_thread(scene.kill, name)
-            await asyncio.sleep(rng.uniform(*_AWAY_SECONDS))
-            scene.processes[name].start()
-        report.kills[name.partition("-")[0]] += 1
-        await asyncio.sleep(rng.uniform(*_GAP_SECONDS))
 
 
 if __name__ == "__main__":

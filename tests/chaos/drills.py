@@ -19,13 +19,12 @@ from pathlib import Path
 from ready_data import statuses
 from waiting import comes_true
 
-from agentrl.config.schema import RunConfig
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.errors import DATABASE, AgentRLError
-from agentrl.store.client import Store, open_store
-from agentrl.store.mechanics.retry import retry_outages
-from chaos.scene import READY_SECONDS, RUN, Scene
+from agentrl.store.client import Store
+from chaos.report import Findings
+from chaos.scene import READY_SECONDS, Scene
 
 logger = logging.getLogger(__name__)
 
@@ -71,25 +70,18 @@ class Drill:
 
 
 @dataclass(kw_only=True)
-class Report:
-    """All drills and the violations of the run."""
+class Report(Findings):
+    """All drills."""
 
     drills: list[Drill] = field(default_factory=list)
     scored: int = 0
-    violations: list[str] = field(default_factory=list)
 
-    def lines(self) -> list[str]:
-        """Return a table, and ``N violations`` as the last line."""
+    def figures(self) -> list[str]:
+        """Return a table of the drills."""
         titles = (
-            "outage of",
-            "seconds",
-            "claims",
-            "scores",
-            "reported",
-            "resumed in",
-            "attempts used",
+            "outage of", "seconds", "claims", "scores", "reported", "resumed in", "attempts used",
             "resampled",
-        )
+        )  # fmt: skip
         rows = [
             (drill.name, f"{drill.seconds:.0f}", str(drill.claimed), str(drill.scored),
              "yes" if drill.reported else "NO", f"{drill.resumed:.1f} s", str(drill.attempts_used),
@@ -101,12 +93,7 @@ class Report:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             for row in (titles, *rows)
         ]
-        return [
-            *table,
-            f"{self.scored} trajectories scored",
-            *(f"violation: {line}" for line in self.violations),
-            f"{len(self.violations)} violations",
-        ]
+        return [*table, f"{self.scored} trajectories scored"]
 
 
 async def run_drills(
@@ -118,20 +105,19 @@ async def run_drills(
     """
     scene = Scene(folder)
     report = Report()
-    await scene.mongo.start()
-    try:
-        await asyncio.to_thread(scene.prepare)
-        run = RunConfig(run_name=RUN, db_connection_string=scene.mongo.uri, db_timeout_seconds=3.0)
-        with retry_outages(600):
-            async with await open_store(run) as store, scene.running(store):
-                await store.tasks.load([scene.task(number) for number in range(tasks)])
-                await wait_for_scores(store, _SCORED_BETWEEN, READY_SECONDS)
-                for name in names:
-                    report.drills.append(await _drill(scene, store, name, seconds))
-                report.scored = (await count(store)).scored
-        await _check(scene, report)
-    finally:
-        await scene.mongo.stop()
+    async with scene.opened(600) as store:
+        async with scene.running(store):
+            await store.tasks.load([scene.task(number) for number in range(tasks)])
+            await wait_for_scores(store, _SCORED_BETWEEN, READY_SECONDS)
+            for name in names:
+                report.drills.append(await _drill(scene, store, name, seconds))
+            report.scored = (await count(store)).scored
+        report.violations += [
+            f"outage of {drill.name}: attempts used, trajectories resampled or not reported"
+            for drill in report.drills
+            if drill.attempts_used or drill.resampled or not drill.reported
+        ]
+        report.violations += await scene.check()
     return report
 
 
@@ -238,12 +224,3 @@ def _attempts_used(slot: Slot) -> int:
     return max(
         0, counted if slot.status is SlotStatus.FAILED else counted - (slot.status is not SlotStatus.OPEN)
     )
-
-
-async def _check(scene: Scene, report: Report) -> None:
-    for drill in report.drills:
-        if drill.attempts_used or drill.resampled or not drill.reported:
-            report.violations.append(
-                f"outage of {drill.name}: attempts used, trajectories resampled or not reported"
-            )
-    report.violations += await scene.check()

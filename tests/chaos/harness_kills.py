@@ -19,6 +19,7 @@ import sys
 import time
 import uuid
 from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,22 +29,19 @@ import yaml
 from waiting import comes_true
 
 from agentrl.base.processes import ChildProcess, free_port
-from agentrl.config.schema import RunConfig
 from agentrl.documents.status import SlotStatus
 from agentrl.documents.task import Slot, Task
-from agentrl.store.client import Store, open_store
-from agentrl.store.mechanics.retry import retry_outages
+from agentrl.store.client import Store
 from chaos.actors import environment
 from chaos.drill_services import HOST
 from chaos.drills import Counts, count
-from chaos.scene import GENERATIONS, READY_SECONDS, RUN, Scene
+from chaos.report import Findings, row
+from chaos.scene import GENERATIONS, READY_SECONDS, Scene
 
 logger = logging.getLogger(__name__)
 
 _CLIENT = "harness_client.py"
 _AT_ONCE = 16
-_AWAY_SECONDS = (0.5, 4.0)
-_GAP_SECONDS = (1.0, 4.0)
 _POLL_SECONDS = 0.2
 _FINISH_SECONDS = 200.0
 _GONE_SECONDS = 20.0
@@ -53,26 +51,22 @@ _STARTED_SECONDS = 20.0
 _ALIVE = ("engine", "gateway", "sampler-0", "sampler-1")
 
 
-@dataclass(slots=True)
-class Report:
-    """What was killed, what became of the slots, and what is wrong."""
+@dataclass(kw_only=True)
+class Report(Findings):
+    """What was killed, and what became of the slots."""
 
     slots: int
     kills: Counter[str] = field(default_factory=Counter)
     scored: int = 0
     attempts: int = 0
-    violations: list[str] = field(default_factory=list)
 
-    def lines(self) -> list[str]:
-        """Return the counts, and ``N violations`` as the last line."""
-        return [
-            *(f"{f'kill {name}':<46} {number:>6}" for name, number in sorted(self.kills.items())),
-            f"{'trajectories':<46} {self.slots:>6}",
-            f"{'trajectories scored':<46} {self.scored:>6}",
-            f"{'attempts':<46} {self.attempts:>6}",
-            *(f"violation: {line}" for line in self.violations),
-            f"{len(self.violations)} violations",
-        ]
+    def figures(self) -> list[str]:
+        """Return the counts."""
+        slots = {
+            "trajectories": self.slots, "trajectories scored": self.scored, "attempts": self.attempts,
+        }  # fmt: skip
+        kills = {f"kill {name}": number for name, number in sorted(self.kills.items())}
+        return [row(name, number) for name, number in (kills | slots).items()]
 
 
 class HarnessScene(Scene):
@@ -101,13 +95,8 @@ class HarnessScene(Scene):
         path.write_text(yaml.safe_dump(harness), encoding="utf-8")
         port = str(free_port())
         own = [
-            "--gateway_url",
-            f"http://{HOST}:{port}",
-            "--agent_cfg_path",
-            str(path),
-            "--max_attempts",
-            "1000",
-        ]
+            "--gateway_url", f"http://{HOST}:{port}", "--agent_cfg_path", str(path), "--max_attempts", "1000",
+        ]  # fmt: skip
         for name, words in self.processes.items():
             if name.startswith("sampler"):
                 words.command = [*words.command, *own]
@@ -141,62 +130,55 @@ class HarnessScene(Scene):
 async def run_harness_kills(folder: Path, seconds: float, *, tasks: int, seed: int) -> Report:
     """Kill for ``seconds`` while the slots of ``tasks`` are sampled; then wait for the end of all."""
     report = Report(slots=tasks * GENERATIONS)
-    scene = HarnessScene(folder)
-    await scene.mongo.start()
-    try:
-        await asyncio.to_thread(scene.prepare)
-        run = RunConfig(run_name=RUN, db_connection_string=scene.mongo.uri, db_timeout_seconds=3.0)
-        with retry_outages(120):
-            async with await open_store(run) as store:
-                async with scene.running(store, *_ALIVE):
-                    await store.tasks.load([scene.task(number) for number in range(tasks)])
-                    await _reach_trajectories(scene, min(_AT_ONCE, report.slots))
-                    await _kill_for(scene, report, seconds, random.Random(f"harness/{seed}"))
-                    counts = await wait_for_end(store, scene, report)
-                await _check_slots(store, scene, report, counts)
+    scene, rng = HarnessScene(folder), random.Random(f"harness/{seed}")
+    victims = ["gateway", "harness", "sampler-0", "sampler-1", "mongod"]
+    rng.shuffle(victims)
+
+    async def kill_harness() -> bool:
+        await comes_true(lambda: len(scene.harnesses()) > 1, _STARTED_SECONDS, _POLL_SECONDS)
+        with suppress(ProcessLookupError, IndexError):  # it has ended, or none runs
+            os.kill(rng.choice(scene.harnesses()), signal.SIGKILL)
+            return True
+        return False
+
+    async with scene.opened(120) as store:
+        async with scene.running(store, *_ALIVE):
+            await store.tasks.load([scene.task(number) for number in range(tasks)])
+            wanted = min(_AT_ONCE, report.slots)
+            await comes_true(lambda: len(scene.harnesses()) >= wanted, READY_SECONDS, _POLL_SECONDS)
+            logger.info("%d harnesses run", len(scene.harnesses()))
+            await scene.set_mode("engine", "up")
+            await kill_in_turn(scene, report, victims, seconds, rng, kill_other=kill_harness)
+            counts = await wait_for_end(store, scene, report)
+        await _check_slots(store, scene, report, counts)
         report.violations += await scene.check()
-    finally:
-        await scene.mongo.stop()
     return report
 
 
-async def _reach_trajectories(scene: HarnessScene, number: int) -> None:
-    """Wait until ``number`` harnesses run, or as many as come in time; only then let the engine answer."""
-    await comes_true(lambda: len(scene.harnesses()) >= number, READY_SECONDS, _POLL_SECONDS)
-    logger.info("%d harnesses run", len(scene.harnesses()))
-    await scene.set_mode("engine", "up")
+async def kill_in_turn(
+    scene: Scene, report: Report, victims: Sequence[str], seconds: float, rng: random.Random, *,
+    away: tuple[float, float] = (0.5, 4.0), gap: tuple[float, float] = (1.0, 4.0),
+    kill_other: Callable[[], Awaitable[bool]] | None = None,
+) -> None:  # fmt: skip
+    """Kill ``victims`` in turn for ``seconds``, and start again what was killed, after ``away`` seconds.
 
-
-async def _kill_for(scene: HarnessScene, report: Report, seconds: float, rng: random.Random) -> None:
-    """Kill in turn, in an order that changes, and start again what was killed."""
+    ``kill_other`` kills what is no process of the scene; it returns whether it did.
+    """
     deadline = time.monotonic() + seconds
-    victims = ["gateway", "harness", "sampler-0", "sampler-1", "mongod"]
-    rng.shuffle(victims)
     for name in itertools.cycle(victims):
         if time.monotonic() > deadline:
             return
         logger.info("kill %s", name)
-        away = rng.uniform(*_AWAY_SECONDS)
         if name == "mongod":
-            await scene.mongo.kill(away)
-        elif name == "harness":
-            await comes_true(lambda: len(scene.harnesses()) > 1, _STARTED_SECONDS, _POLL_SECONDS)
-            if not _kill_harness(scene.harnesses(), rng):
-                continue
-        else:
+            await scene.mongo.kill(rng.uniform(*away))
+        elif name in scene.processes:
             await asyncio.to_thread(scene.kill, name)
-            await asyncio.sleep(away)
+            await asyncio.sleep(rng.uniform(*away))
             scene.processes[name].start()
+        elif kill_other is None or not await kill_other():
+            continue
         report.kills[name.partition("-")[0]] += 1
-        await asyncio.sleep(rng.uniform(*_GAP_SECONDS))
-
-
-def _kill_harness(running: list[int], rng: random.Random) -> bool:
-    with suppress(ProcessLookupError):
-        if running:
-            os.kill(rng.choice(running), signal.SIGKILL)
-            return True
-    return False
+        await asyncio.sleep(rng.uniform(*gap))
 
 
 async def wait_for_end(store: Store, scene: Scene, report: Report) -> Counts:

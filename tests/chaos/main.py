@@ -35,16 +35,12 @@ from chaos.chaos_run import LEASE_SECONDS, OPENINGS, RUN, ChaosRun
 from chaos.container_kills import run_container_kills
 from chaos.database import Database, SingleServer, ThreeServers
 from chaos.drills import DRILLS, run_drills
-from chaos.drills import Report as DrillReport
 from chaos.faults import Injector
-from chaos.harness_kills import Report as HarnessReport
 from chaos.harness_kills import run_harness_kills
 from chaos.opener import SPLIT
 from chaos.plan import Members, make_plan
-from chaos.refusals import Report as RefusalReport
 from chaos.refusals import run_refusals
-from chaos.report import Report, check_run, examine
-from chaos.weight_delivery import Report as DeliveryReport
+from chaos.report import Findings, Report, check_run, examine
 from chaos.weight_delivery import run_weight_delivery
 
 logger = logging.getLogger(__name__)
@@ -103,9 +99,7 @@ def main(argv: list[str]) -> int:
     return 1 if report.violations else 0
 
 
-async def _work(
-    options: Options, folder: Path
-) -> Report | DrillReport | RefusalReport | HarnessReport | DeliveryReport:
+async def _work(options: Options, folder: Path) -> Findings:
     if options.weights is not None:
         return await run_weight_delivery(folder, options.weights, away=options.away, seed=options.seed)
     if options.harness is not None:
@@ -236,35 +230,21 @@ def _parse(argv: list[str]) -> Options:
     parser.add_argument("--minutes", type=float, default=10.0, help="duration of the faults (%(default)g)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the plan and of the run (%(default)s)")
     parser.add_argument("--gap", type=float, default=6.0, help="mean seconds between faults (%(default)g)")
-    parser.add_argument(
-        "--tasks", type=int, default=2000, help="tasks whose epochs are opened during faults (%(default)s)"
-    )
+    opened = "tasks whose epochs are opened during faults (%(default)s)"
+    parser.add_argument("--tasks", type=int, default=2000, help=opened)
     parser.add_argument(
         "--replica_set", action="store_true", help="three mongods; the primary is killed often"
     )
-    parser.add_argument(
-        "--drills", type=float, metavar="SECONDS", help="instead: an outage of each service, so long"
-    )
     parser.add_argument("--only", choices=DRILLS, help="with --drills: the outage of this service alone")
-    parser.add_argument(
-        "--refusals", type=float, metavar="SECONDS",
-        help="instead: a dead manager, and a judge that refuses 480 slots so long",
-    )  # fmt: skip
     parser.add_argument("--keep", type=Path, help="run in this folder, and keep it")
-    parser.add_argument(
-        "--containers",
-        type=float,
-        metavar="SECONDS",
-        help="instead: samplers and mongod are killed so long under 16 trajectories in containers",
-    )
-    parser.add_argument(
-        "--harness", type=float, metavar="SECONDS",
-        help="instead: gateway, harnesses, samplers and mongod are killed so long under 16 harnesses",
-    )  # fmt: skip
-    parser.add_argument(
-        "--weights", type=float, metavar="SECONDS",
-        help="instead: trainer and engines are killed so long while weights travel over an S3 server",
-    )  # fmt: skip
+    for name, what in {
+        "drills": "an outage of each service, so long",
+        "refusals": "a dead manager, and a judge that refuses 480 slots so long",
+        "containers": "samplers and mongod are killed so long under 16 trajectories in containers",
+        "harness": "gateway, harnesses, samplers and mongod are killed so long under 16 harnesses",
+        "weights": "trainer and engines are killed so long while weights travel over an S3 server",
+    }.items():
+        parser.add_argument(f"--{name}", type=float, metavar="SECONDS", help=f"instead: {what}")
     parser.add_argument(
         "--away", type=float, default=60.0, metavar="SECONDS",
         help="with --weights: how long the bucket is away in turns (%(default)g)",

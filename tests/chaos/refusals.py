@@ -13,11 +13,10 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.config.schema import RunConfig
-from agentrl.store.client import Store, open_store
-from agentrl.store.mechanics.retry import retry_outages
+from agentrl.store.client import Store
 from chaos.drills import becomes_reported, count, wait_for_scores
-from chaos.scene import GENERATIONS, READY_SECONDS, RUN, Scene
+from chaos.report import Findings
+from chaos.scene import GENERATIONS, READY_SECONDS, Scene
 
 logger = logging.getLogger(__name__)
 
@@ -38,25 +37,20 @@ class Refusal:
     reported: bool
 
 
-@dataclass(slots=True)
-class Report:
-    """All refusals, and what is wrong."""
+@dataclass(kw_only=True)
+class Report(Findings):
+    """All refusals."""
 
     slots: int
     refusals: list[Refusal] = field(default_factory=list)
-    violations: list[str] = field(default_factory=list)
 
-    def lines(self) -> list[str]:
-        """Return one line for each refusal, and ``N violations`` as the last line."""
+    def figures(self) -> list[str]:
+        """Return one line for each refusal."""
         return [
-            *(
-                f"{item.service}, {item.how}, {item.seconds:.0f} s: {item.closed} of {self.slots} slots"
-                f" closed, {item.attempts_used} attempts used, {item.sampled} sampled,"
-                f" {'reported' if item.reported else 'NOT REPORTED'}"
-                for item in self.refusals
-            ),
-            *(f"violation: {line}" for line in self.violations),
-            f"{len(self.violations)} violations",
+            f"{item.service}, {item.how}, {item.seconds:.0f} s: {item.closed} of {self.slots} slots closed,"
+            f" {item.attempts_used} attempts used, {item.sampled} sampled,"
+            f" {'reported' if item.reported else 'NOT REPORTED'}"
+            for item in self.refusals
         ]
 
 
@@ -64,42 +58,26 @@ async def run_refusals(folder: Path, seconds: float, *, tasks: int) -> Report:
     """Take the manager and the judge away from samplers of ``tasks``, the judge for ``seconds`` each time."""
     report = Report(slots=tasks * GENERATIONS)
     scene = Scene(folder, has_manager=True)
-    await scene.mongo.start()
-    try:
-        await asyncio.to_thread(scene.prepare)
-        run = RunConfig(run_name=RUN, db_connection_string=scene.mongo.uri, db_timeout_seconds=3.0)
-        with retry_outages(60):
-            async with await open_store(run) as store, scene.running(store, *_ALIVE):
-                await store.tasks.load([scene.task(number) for number in range(tasks)])
-                await _refuse_tools(scene, store, report, seconds / 4)
-                await _refuse_scores(scene, store, report, seconds)
-                await wait_for_scores(store, report.slots - (await count(store)).scored, _FINISH_SECONDS)
+    async with scene.opened(60) as store:
+        async with scene.running(store, *_ALIVE):
+            await store.tasks.load([scene.task(number) for number in range(tasks)])
+            await _count_after(store, report, "manager", "dead from the start", seconds / 4)
+            await scene.start("tools")
+            await scene.set_mode("tools", "html")
+            await _count_after(store, report, "manager", "200 with HTML", seconds / 4)
+            await scene.set_mode("tools", "up")
+            await wait_for_scores(store, 1, READY_SECONDS)
+            await asyncio.to_thread(scene.kill, "tools")
+            await _count_after(store, report, "manager", "killed", seconds / 4)
+            await scene.set_mode("judge", "limited")
+            await scene.start("tools")
+            await _count_after(store, report, "judge", "429", seconds)
+            await scene.set_mode("judge", "html")
+            await _count_after(store, report, "judge", "200 with HTML", seconds)
+            await scene.set_mode("judge", "up")
+            await wait_for_scores(store, report.slots - (await count(store)).scored, _FINISH_SECONDS)
         report.violations += await scene.check()
-    finally:
-        await scene.mongo.stop()
     return report
-
-
-async def _refuse_tools(scene: Scene, store: Store, report: Report, seconds: float) -> None:
-    """The manager is dead when the samplers start; it serves a page; it serves, and is killed."""
-    await _count_after(store, report, "manager", "dead from the start", seconds)
-    await scene.start("tools")
-    await scene.set_mode("tools", "html")
-    await _count_after(store, report, "manager", "200 with HTML", seconds)
-    await scene.set_mode("tools", "up")
-    await wait_for_scores(store, 1, READY_SECONDS)
-    await asyncio.to_thread(scene.kill, "tools")
-    await _count_after(store, report, "manager", "killed", seconds)
-
-
-async def _refuse_scores(scene: Scene, store: Store, report: Report, seconds: float) -> None:
-    """The judge answers 429, then a page."""
-    await scene.set_mode("judge", "limited")
-    await scene.start("tools")
-    await _count_after(store, report, "judge", "429", seconds)
-    await scene.set_mode("judge", "html")
-    await _count_after(store, report, "judge", "200 with HTML", seconds)
-    await scene.set_mode("judge", "up")
 
 
 async def _count_after(store: Store, report: Report, service: str, how: str, seconds: float) -> None:

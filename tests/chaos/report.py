@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import subprocess
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,9 +34,32 @@ _PAGE = 500
 _SHOWN = 20
 
 
+def row(name: str, value: float) -> str:
+    """Return the line of one figure."""
+    return f"{name:<46} {value:>6.0f}"
+
+
 @dataclass(kw_only=True)
-class Report:
-    """The counts of one run, and its ``violations``, one line each; a correct run has none."""
+class Findings(ABC):
+    """What came of a run, and its ``violations``, one line each; a correct run has none."""
+
+    violations: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """Return the lines of the report; the last one is ``N violations``."""
+        shown = [f"violation: {line}" for line in self.violations[:_SHOWN]]
+        if len(self.violations) > _SHOWN:
+            shown.append(f"  … and {len(self.violations) - _SHOWN} more")
+        return [*self.figures(), *shown, f"{len(self.violations)} violations"]
+
+    @abstractmethod
+    def figures(self) -> Iterable[str]:
+        """Yield the lines before the violations."""
+
+
+@dataclass(kw_only=True)
+class Report(Findings):
+    """The counts of one chaos run."""
 
     faults: Counter[str]
     exits: Sequence[Exit]
@@ -48,27 +72,22 @@ class Report:
     seen: Counter[str] = field(default_factory=Counter)
     checks: list[str] = field(default_factory=list)
     """The output of each ``agentrl db check``."""
-    violations: list[str] = field(default_factory=list)
 
-    def lines(self) -> Iterator[str]:
-        """Yield the lines of the report; the last one is ``N violations``."""
+    def figures(self) -> Iterator[str]:
+        """Yield what was checked, and the counts."""
         for check in self.checks:
             yield from (line for line in check.splitlines() if line[:1].isdigit() and "checked" in line)
             yield ""
-        yield f"{'faults':<46} {sum(self.faults.values()):>6}"
+        yield row("faults", sum(self.faults.values()))
         for name, count in sorted(self.faults.items()):
-            yield f"  {name:<44} {count:>6}"
+            yield row(f"  {name}", count)
         for name in _SEEN:
-            yield f"{name:<46} {self.seen[name]:>6}"
-        yield f"{'trajectories scored':<46} {self.scored:>6}"
-        yield f"{'scores acknowledged to a sampler':<46} {self.acknowledged:>6}"
-        yield f"{'steps trained':<46} {self.steps:>6}"
-        yield f"{'policy versions':<46} {self.versions:>6}"
-        yield f"{'seconds of faults':<46} {self.seconds:>6.0f}"
-        yield from (f"violation: {line}" for line in self.violations[:_SHOWN])
-        if len(self.violations) > _SHOWN:
-            yield f"  … and {len(self.violations) - _SHOWN} more"
-        yield f"{len(self.violations)} violations"
+            yield row(name, self.seen[name])
+        yield row("trajectories scored", self.scored)
+        yield row("scores acknowledged to a sampler", self.acknowledged)
+        yield row("steps trained", self.steps)
+        yield row("policy versions", self.versions)
+        yield row("seconds of faults", self.seconds)
 
 
 async def examine(store: Store, logs: Path, report: Report) -> None:

@@ -16,11 +16,13 @@ from waiting import comes_true
 
 from agentrl.base.concurrency import background
 from agentrl.base.processes import ChildProcess, free_port, stop_child, tail
+from agentrl.config.schema import RunConfig
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.errors import AgentRLError
-from agentrl.store.client import Store
+from agentrl.store.client import Store, open_store
+from agentrl.store.mechanics.retry import retry_outages
 from chaos.actors import environment
 from chaos.database import SingleServer
 from chaos.drill_services import HOST
@@ -50,8 +52,21 @@ class Scene:
         self.engine_is_up = True
         self.processes: dict[str, ChildProcess] = {}
 
+    @contextlib.asynccontextmanager
+    async def opened(self, wait_seconds: float) -> AsyncIterator[Store]:
+        """Start MongoDB, write the files and yield the store, whose calls wait out outages; then stop it."""
+        await self.mongo.start()
+        try:
+            await asyncio.to_thread(self.prepare)
+            run = RunConfig(run_name=RUN, db_connection_string=self.mongo.uri, db_timeout_seconds=3.0)
+            with retry_outages(wait_seconds):
+                async with await open_store(run) as store:
+                    yield store
+        finally:
+            await self.mongo.stop()
+
     def prepare(self) -> None:
-        """Write the model and the configuration, and define the processes. Call it after ``mongo.start``."""
+        """Write the model and the configuration, and define the processes."""
         self.folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "agentrl.base.installation", "demo/tiny.py", str(self._model), "0"]
         subprocess.run(command, check=True, timeout=_BUILD_SECONDS, env=environment())

@@ -39,6 +39,7 @@ from agentrl.store.client import Store, open_store
 from agentrl.weights.folder import TensorChecksum, weights_digest
 from chaos.actors import Actor, environment
 from chaos.bucket import Bucket
+from chaos.report import Findings
 
 logger = logging.getLogger(__name__)
 
@@ -57,27 +58,22 @@ _TOLERANCE = 0.1
 """Of a logprob in bfloat16."""
 
 
-@dataclass(slots=True)
-class Report:
-    """What was done to the processes, what was published, and what is wrong."""
+@dataclass(kw_only=True)
+class Report(Findings):
+    """What was done to the processes, and what was published."""
 
     faults: Counter[str] = field(default_factory=Counter)
     encodings: Counter[str] = field(default_factory=Counter)
     steps: int = 0
     largest: dict[str, int] = field(default_factory=dict)
     """Encoding → bytes of the largest version."""
-    violations: list[str] = field(default_factory=list)
 
-    def lines(self) -> list[str]:
-        """Return the counts, and ``N violations`` as the last line."""
-        return [
-            *(f"{name:<46} {number:>10}" for name, number in sorted(self.faults.items())),
-            f"{'steps':<46} {self.steps:>10}",
-            *(f"{f'versions, {name}':<46} {number:>10}" for name, number in sorted(self.encodings.items())),
-            *(f"{f'bytes of the largest, {name}':<46} {size:>10,}" for name, size in self.largest.items()),
-            *(f"violation: {line}" for line in self.violations),
-            f"{len(self.violations)} violations",
-        ]
+    def figures(self) -> list[str]:
+        """Return the counts."""
+        versions = {f"versions, {name}": number for name, number in sorted(self.encodings.items())}
+        sizes = {f"bytes of the largest, {name}": size for name, size in self.largest.items()}
+        counts = {**dict(sorted(self.faults.items())), "steps": self.steps, **versions, **sizes}
+        return [f"{name:<46} {number:>10,}" for name, number in counts.items()]
 
 
 class Delivery:

@@ -44,10 +44,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 """Command → (module, and its function if that is not ``main``; what it is for)."""
 
 EXAMPLES: Final[dict[str, tuple[str, str]]] = {
-    "agentrl mongo": (
-        "agentrl mongo up",
-        "agentrl mongo status --mongo_dir /data/mongo",
-    ),
+    "agentrl mongo": ("agentrl mongo up", "agentrl mongo status --mongo_dir /data/mongo"),
     "agentrl tasks": (
         "agentrl tasks check train.parquet --eval_file test.parquet",
         "agentrl tasks load tasks.jsonl --run_name math",
@@ -56,10 +53,7 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl tools manager --mcp_servers_file servers.yml",
         "agentrl tools manager --mcp_servers_file servers.yml --host 0.0.0.0 --port 8000 --max_nodes 64",
     ),
-    "agentrl db": (
-        "agentrl db check --run_name math",
-        "agentrl db reopen --run_name math --dry_run",
-    ),
+    "agentrl db": ("agentrl db check --run_name math", "agentrl db reopen --run_name math --dry_run"),
     "agentrl db check": (
         "agentrl db check --run_name math --output_dir output/math",
         "agentrl db check --run_name math --final --json",
@@ -88,10 +82,7 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl retract math --scorer broken_v1 --because 'wrong units' --dry_run",
         "agentrl retract math --task task_001 --rebuild",
     ),
-    "agentrl db users": (
-        "agentrl db users --run_name math",
-        "agentrl db users --run_name math --create",
-    ),
+    "agentrl db users": ("agentrl db users --run_name math", "agentrl db users --run_name math --create"),
     "agentrl db accept": (
         "agentrl db accept groups --run_name math",
         "agentrl db accept sampling loss --run_name math",
@@ -132,10 +123,7 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl whatif math --steps 40-60 --loss_calculater GSPO",
         "agentrl whatif math math_without --without ids.txt",
     ),
-    "agentrl sweep": (
-        "agentrl sweep losses.yml --parallel 2",
-        "agentrl sweep losses.yml --state",
-    ),
+    "agentrl sweep": ("agentrl sweep losses.yml --parallel 2", "agentrl sweep losses.yml --state"),
     "agentrl try": (
         "agentrl try --config run.yaml --train_file tasks.jsonl",
         "agentrl try --config run.yaml --train_file tasks.jsonl --max_turns 4",
@@ -161,42 +149,21 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl dashboard",
         "agentrl dashboard --host 0.0.0.0 --token_file dashboard.token",
     ),
-    "agentrl status": (
-        "agentrl status",
-        "agentrl status math --once",
-    ),
-    "agentrl runs": (
-        "agentrl runs",
-        "agentrl runs rm math_1 math_2 --folders",
-    ),
-    "agentrl runs rm": (
-        "agentrl runs rm math_1",
-        "agentrl runs rm math_1 math_2 --folders --yes",
-    ),
+    "agentrl status": ("agentrl status", "agentrl status math --once"),
+    "agentrl runs": ("agentrl runs", "agentrl runs rm math_1 math_2 --folders"),
+    "agentrl runs rm": ("agentrl runs rm math_1", "agentrl runs rm math_1 math_2 --folders --yes"),
     "agentrl runs rename": (
         "agentrl runs rename math_1 math_baseline",
         "agentrl runs rename math_1 math_baseline --db_connection_string mongodb://db:27017",
     ),
-    "agentrl runs tag": (
-        "agentrl runs tag math +baseline",
-        "agentrl runs tag math +best -candidate",
-    ),
-    "agentrl runs note": (
-        'agentrl runs note math "twice the learning rate"',
-        'agentrl runs note math ""',
-    ),
+    "agentrl runs tag": ("agentrl runs tag math +baseline", "agentrl runs tag math +best -candidate"),
+    "agentrl runs note": ('agentrl runs note math "twice the learning rate"', 'agentrl runs note math ""'),
     "agentrl fork": (
         "agentrl fork math math_gspo --from_step 40",
         "agentrl fork math math_2 --db_connection_string mongodb://db:27017",
     ),
-    "agentrl audit": (
-        "agentrl audit run --run_name math",
-        "agentrl audit record 4f1c --run_name math",
-    ),
-    "agentrl audit run": (
-        "agentrl audit run --run_name math",
-        "agentrl audit run --config run.yaml",
-    ),
+    "agentrl audit": ("agentrl audit run --run_name math", "agentrl audit record 4f1c --run_name math"),
+    "agentrl audit run": ("agentrl audit run --run_name math", "agentrl audit run --config run.yaml"),
     "agentrl audit record": (
         "agentrl audit record 4f1c --run_name math",
         "agentrl audit record --run_name math",
@@ -209,10 +176,7 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl audit curve --run_name math",
         "agentrl audit curve reward entropy kl_k3 --run_name math --out curve.svg",
     ),
-    "agentrl doctor": (
-        "agentrl doctor",
-        "agentrl doctor --config run.yaml --engine sglang",
-    ),
+    "agentrl doctor": ("agentrl doctor", "agentrl doctor --config run.yaml --engine sglang"),
     "agentrl parity": (
         "agentrl parity --model_name_or_path models/Qwen3-0.6B --engine local",
         "agentrl parity --model_name_or_path models/Qwen3-0.6B --engine sglang,vllm --prompts 32",
@@ -221,10 +185,7 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         'eval "$(agentrl completion bash)"',
         "agentrl completion fish > ~/.config/fish/completions/agentrl.fish",
     ),
-    "agentrl quickstart": (
-        "agentrl quickstart",
-        "agentrl quickstart --tiny",
-    ),
+    "agentrl quickstart": ("agentrl quickstart", "agentrl quickstart --tiny"),
 }
 """Command → its examples."""
 

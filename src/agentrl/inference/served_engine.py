@@ -705,7 +705,11 @@ class ServedEngine:
                     lease.release()
                     await lease.acquire()
                     await self._client.resume_memory("weights")
-                    await self._reload()
+                    async with self._fetching:
+                        version = self._weights.loaded.version
+                        if self._fetched is None and version:  # the copy that was loaded may have changed
+                            self._fetched = await self._store.policy_versions.get(version)
+                        await self._weights.reload(self._fetched)
                     await self._client.resume_memory("kv_cache")
                 except (EngineError, PublishError) as error:
                     log.error("the engine does not take turns with the trainer, and ends: %s", error.message)
@@ -714,14 +718,6 @@ class ServedEngine:
                 await self._resume()
                 self._status, self._detail = ServiceStatus.READY, before
             await self._report()
-
-    async def _reload(self) -> None:
-        """Load the newest version that was fetched, or the one that the engine started with."""
-        async with self._fetching:
-            version = self._weights.loaded.version
-            if self._fetched is None and version:  # the copy of it that was loaded may have changed
-                self._fetched = await self._store.policy_versions.get(version)
-            await self._weights.reload(self._fetched)
 
     async def _resume(self) -> None:
         """Resume the engine; end it if it is still paused after ``_RESUME_TRIES`` attempts."""
@@ -774,7 +770,9 @@ async def _serve(store: Store, configs: Configs) -> None:
     await begin_model(store, model.model_name_or_path, "serve")
     copy = LocalCopy(await weights_dir(store, config.weights_dir))
     version, folder, first = await starting_weights(store, model, copy)
-    lora = await _adapter_of(store, configs)
+    lora, stored = configs[AdapterConfig], (await store.settings.all()).get("adapter")
+    if not lora.lora_rank and stored is not None:  # the trainer was given it
+        lora = AdapterConfig(**stored.values)
     port = config.port or free_port(config.host)
     host = socket.getfqdn() if config.host in ("0.0.0.0", "::") else config.host  # as samplers reach it
     client = engine_client(config.engine, config.engine_url or f"http://{host}:{port}", _UPDATE_SECONDS)
@@ -784,7 +782,11 @@ async def _serve(store: Store, configs: Configs) -> None:
         why_merged=None if is_shared else why_merged(config.engine, folder, lora, has_gpu=has_gpu()),
     )  # fmt: skip
     service_id = f"{socket.gethostname().split('.')[0]}-{urlsplit(client.url).port}-{uuid.uuid4().hex[:6]}"
-    lease = await _device_lease(run) if config.is_colocated else None
+    lease = None
+    if config.is_colocated:
+        devices = leased_devices(run.output)
+        lease = DeviceLease(devices, f"the engine of run {run.run_name}", shared=not has_gpu())
+        await lease.acquire()
     process: EngineProcess | AttachedEngine
     if is_shared:
         process = await AttachedEngine.find(client, folder, config.engine_start_seconds)
@@ -802,20 +804,6 @@ async def _serve(store: Store, configs: Configs) -> None:
         await weights.leave()
         await client.close()
         await process.stop()
-
-
-async def _adapter_of(store: Store, configs: Configs) -> AdapterConfig:
-    """Return the adapter that the run trains: that of the flags, or the one that its trainer has stored."""
-    config = configs[AdapterConfig]
-    stored = (await store.settings.all()).get("adapter")
-    return config if config.lora_rank or stored is None else AdapterConfig(**stored.values)
-
-
-async def _device_lease(run: RunConfig) -> DeviceLease:
-    """Wait for the devices that the trainer uses too, and hold them."""
-    lease = DeviceLease(leased_devices(run.output), f"the engine of run {run.run_name}", shared=not has_gpu())
-    await lease.acquire()
-    return lease
 
 
 async def _until_signal(work: Callable[[], Awaitable[None]]) -> None:

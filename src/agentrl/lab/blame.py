@@ -333,13 +333,6 @@ def _assign(steps: Sequence[TrainStep], available: Sequence[Weights]) -> dict[We
     return assigned
 
 
-async def local_folder(store: Store, weights: Weights, copy: LocalCopy) -> Path | None:
-    """Return the folder of ``weights``, copied to this machine where they are a delta or remote."""
-    if weights.checkpoint is not None:
-        return weights.checkpoint.model
-    return Path((await copy.hold(store, weights.version))[1]) if weights.version is not None else None
-
-
 def build_at(
     configs: Configs, folder: Path | None, weights: Weights, moments: Checkpoint | None
 ) -> PolicyTrainer:
@@ -511,7 +504,11 @@ class _Measuring:
         """Return the effects of the trajectories of ``steps``, and how many have no training data left."""
         where, until = f"the weights of step {weights.step}", self.progress.until
         trainer = await until(f"loading {where}", self._load(weights))
-        direction = await until(f"held-out tasks at {where}", asyncio.to_thread(self._direction, trainer))
+        direction = await until(
+            f"held-out tasks at {where}", asyncio.to_thread(likelihood_direction, trainer, *self.held_out)
+        )
+        if self.moments:
+            direction = direction.scaled_by(trainer.optimizer)
         effects: list[Effect] = []
         missing = 0
         for step in steps:
@@ -524,16 +521,14 @@ class _Measuring:
     async def _load(self, weights: Weights) -> PolicyTrainer:
         """Return the run's trainer with ``weights`` and the moments nearest to them."""
         nearest = min(self.moments, key=lambda item: abs(item.state.step - weights.step), default=None)
+        folder = None if weights.checkpoint is None else weights.checkpoint.model
         copy = LocalCopy(await weights_dir(self.store, None) / "blame", is_exact=True)
-        folder = await local_folder(self.store, weights, copy)
+        if folder is None and weights.version is not None:  # a delta, or weights of another machine
+            folder = Path((await copy.hold(self.store, weights.version))[1])
         try:
             return await asyncio.to_thread(build_at, self.configs, folder, weights, nearest)
         finally:
             copy.release()
-
-    def _direction(self, trainer: PolicyTrainer) -> Direction:
-        direction = likelihood_direction(trainer, *self.held_out)
-        return direction.scaled_by(trainer.optimizer) if self.moments else direction
 
     async def _of_step(
         self, step: TrainStep, trainer: PolicyTrainer, direction: Direction
@@ -549,16 +544,12 @@ class _Measuring:
         images = await images_of(self.store, data)
         found = await asyncio.to_thread(influences, trainer, weighed, direction, ages, images)
         origins = await self.store.records.origins([item.record for item in data])
-        scale = _learning_rate(step, trainer.max_grad_norm)
+        norm = float(step.metrics.get("grad_norm") or 0.0)
+        # A step moved by its learning rate times the factor by which its gradient was clipped.
+        clip = min(1.0, trainer.max_grad_norm / norm) if norm > 0 else 1.0
+        scale = float(step.metrics.get("lr", 1.0)) * clip
         effects = [_effect(item, step, scale * found[item.id], origins) for item in weighed]
         return effects, len(step.data) - len(data)
-
-
-def _learning_rate(step: TrainStep, max_grad_norm: float) -> float:
-    """Return the learning rate of a step times the factor by which its gradient was clipped."""
-    norm = float(step.metrics.get("grad_norm") or 0.0)
-    clip = min(1.0, max_grad_norm / norm) if norm > 0 else 1.0
-    return float(step.metrics.get("lr", 1.0)) * clip
 
 
 def _effect(

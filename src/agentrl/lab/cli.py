@@ -308,7 +308,13 @@ async def _sweep(arguments: argparse.Namespace) -> int:
     failed: dict[str, str] = {}
     async with await open_existing(run) as source:
         if not arguments.state:
-            _make_folder(output)
+            try:
+                (output / "logs").mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"--output_dir {output} cannot be made: {error.strerror}",
+                    hint="give the path of a folder",
+                ) from error
             with _live_table(sweep) if sys.stdout.isatty() and not arguments.json else nullcontext() as show:
                 runner = SweepRunner(source, sweep, run, output, shares, show)
                 code, failed = await runner.run(), runner.failed
@@ -414,16 +420,6 @@ def _to_json(
         "is_finished": not found.missing and not failed,
         "settings": [{**item.to_json(), "failed": failed.get(item.setting.id)} for item in listed],
     }
-
-
-def _make_folder(output: Path) -> None:
-    """Make ``--output_dir`` with the folder of the logs. Raises ConfigError."""
-    try:
-        (output / "logs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--output_dir {output} cannot be made: {error.strerror}", hint="give the path of a folder"
-        ) from error
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:

@@ -132,12 +132,13 @@ class Retention(Repository):
             "trained_at_steps": {"$not": {"$gt": min(last_step, (before_step or last_step + 1) - 1)}},
         }  # fmt: skip
         if before_step is not None:
-            planned = await self._planned_at(before_step)
-            if planned is None:
+            committed = {"step": before_step, "status": {"$in": values(APPLIED_STEPS)}}
+            step = await self._collection(STEP).find_one(committed, {"planned_at": 1})
+            if step is None:
                 raise StoreError(
                     f"step {before_step} is not committed", hint="`agentrl audit run` shows the last steps"
                 )
-            begun = {"$lt": min(planned, begun.get("$lt", planned))}
+            begun = {"$lt": min(step["planned_at"], begun.get("$lt", step["planned_at"]))}
         untrained = {"status": {"$in": _UNTRAINED}, "trained_count": 0, **_created(begun), **others}
         used: Json = {"$or": [untrained, trained]}
         dead: Json = {"status": {"$in": _DEAD}, "pruned_at": None, **_created(begun), **others}
@@ -159,11 +160,6 @@ class Retention(Repository):
                 at = {"trained_at_steps": {"$elemMatch": {"$gte": first, "$lte": child.steps[-1]}}}
                 needed.update(await self._collection(DATA).distinct("task", at))
         return sorted(needed)
-
-    async def _planned_at(self, step: int) -> datetime | None:
-        query = {"step": step, "status": {"$in": values(APPLIED_STEPS)}}
-        document = await self._collection(STEP).find_one(query, {"planned_at": 1})
-        return None if document is None else document["planned_at"]
 
     async def _prune(self, candidates: Sequence[str], used: Json, dead: Json, dry_run: bool) -> Pruned:
         async def write() -> Pruned:
@@ -606,7 +602,10 @@ class Withdrawing(Repository):
             elif task is not None:
                 await self._regroup(task, traj_ids, left, outcome)
             if task is not None:
-                await self._reopen_evaluation(task["split"])
+                # Take the results of an evaluation back: the same command computes them from what is left.
+                stopped = {"status": EvaluationStatus.STOPPED.value, "results": None, "finished_at": None}
+                finished = {"_id": task["split"], "status": EvaluationStatus.FINISHED.value}
+                await self._collection(EVALUATION).update_one(finished, {"$set": stopped})
             await self._mark_deleted(stones, gone)
 
         await fenced(self._connection, attempt, write)
@@ -671,12 +670,6 @@ class Withdrawing(Repository):
             raise GroupChangedError
         epoch = {"_id": f"{task['split']}/{task['epoch']}", "tasks": {"$gt": 0}}
         await self._collection(EPOCH).update_one(epoch, {"$inc": {"tasks": -1}})
-
-    async def _reopen_evaluation(self, split: str) -> None:
-        """Take the results of an evaluation back: the same command computes them from what is left."""
-        stopped = {"status": EvaluationStatus.STOPPED.value, "results": None, "finished_at": None}
-        finished = {"_id": split, "status": EvaluationStatus.FINISHED.value}
-        await self._collection(EVALUATION).update_one(finished, {"$set": stopped})
 
     async def _keep_images(self, task: Json | None, ids: Sequence[str], retraction: int) -> None:
         """Note which images the documents name, before they are deleted."""

@@ -291,7 +291,12 @@ class Rename(Repository):
                 await holds_run(self._old)
                 await RunAdmin(self._connection).require_ended(alive_seconds)  # the mark ends live processes
                 await Ancestry(self._connection).require_childless("renamed")
-                await self._require_free(there)
+                ours = there.get("renaming") == self._names and there.get("importing")
+                if not ours and await self._new.list_collection_names():
+                    raise StoreError(
+                        f"MongoDB at {self._connection.host} has a database {self._names[1]!r} already",
+                        hint="give a name that no run has",
+                    )
             moves = await self._moves(begun=begun)
             if not (begun and is_copied):
                 await self._copy(moves, alive_seconds)
@@ -308,14 +313,6 @@ class Rename(Repository):
 
     async def _mark(self, database: AsyncDatabase[Json]) -> Json:
         return await database[RUN].find_one({"_id": SCHEMA}) or {}
-
-    async def _require_free(self, there: Json) -> None:
-        ours = there.get("renaming") == self._names and there.get("importing")
-        if not ours and await self._new.list_collection_names():
-            raise StoreError(
-                f"MongoDB at {self._connection.host} has a database {self._names[1]!r} already",
-                hint="give a name that no run has",
-            )
 
     async def _copy(self, moves: Moves, alive_seconds: float) -> None:
         """Make the new database whole; without success both databases and folders are as before.

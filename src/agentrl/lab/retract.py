@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentrl.base.atomic_folder import TEMPORARY, delete_folder, remove_leftovers
 from agentrl.base.processes import user_name
@@ -39,10 +39,6 @@ from agentrl.train.folders import RunFolders, place_of, run_folders
 from agentrl.train.lease import HeldTrainerLease, hold_lease
 from agentrl.weights import storage
 from agentrl.weights.storage import is_remote
-
-if TYPE_CHECKING:
-    from agentrl.store.client import Store
-    from agentrl.train.lease import HeldTrainerLease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -543,11 +539,13 @@ class _Call:
                 await delete_withdrawn(store.connection, attempt=lease.attempt, on_group=work.advance)
 
     async def left_archives(self) -> list[str]:
-        """Return the exports that calls named which were killed, and that this one does not name."""
+        """Return the exports that killed calls named and this one did not; forget deleted ones."""
         named = {place for item in await self.retractions.unfinished() for place in item.archives}
-        for place in filter(_is_gone, sorted(named)):
-            await self.retractions.end_archive(place)
-            named.discard(place)
+        for place in sorted(named):
+            host, _, path = place.partition(":")
+            if host == socket.gethostname() and not await asyncio.to_thread(Path(path).exists):
+                await self.retractions.end_archive(place)
+                named.discard(place)
         return sorted(named)
 
     async def _go_back(self, lease: HeldTrainerLease) -> None:
@@ -611,12 +609,6 @@ class _Call:
                 f"the weights from step {min(held)} on were trained with it:"
                 f" agentrl retract {run.run_name} --rebuild trains them without"
             )
-
-
-def _is_gone(place: str) -> bool:
-    """Return whether an export of this host has been deleted."""
-    host, _, path = place.partition(":")
-    return host == socket.gethostname() and not Path(path).exists()
 
 
 async def _remove_log_lines(store: Store, run: RunConfig, names: Collection[str]) -> None:

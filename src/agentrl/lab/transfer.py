@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 import bson
 from bson import json_util
@@ -321,44 +321,10 @@ def _decoded(line: bytes) -> bytes | None:
         return None
 
 
-class LineWriter:
-    """Writes lines, and counts their number and bytes and computes their SHA-256."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-        self._digest = hashlib.sha256()
-        self.lines = 0
-        self.bytes = 0
-
-    def line(self, line: bytes) -> None:
-        """Write one line."""
-        self._stream.write(line)
-        self._digest.update(line)
-        self.lines += 1
-        self.bytes += len(line)
-
-    @property
-    def sha256(self) -> str:
-        """The SHA-256 of all lines so far."""
-        return self._digest.hexdigest()
-
-
-def file_name(collection: str) -> str:
-    """Return the file name of a collection. Raises StoreError if its name cannot be one."""
-    if not is_collection_name(collection):
-        raise StoreError(f"collection {collection!r} has a name that cannot be a file name")
-    return f"{collection}.jsonl"
-
-
 def require_empty(folder: Path) -> None:
     """Raise StoreError if the folder exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StoreError(f"{folder} exists and is not empty", hint="give a folder that does not exist")
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, after all other files."""
-    (folder / MANIFEST).write_bytes(json.dumps(asdict(manifest), indent=1).encode() + b"\n")
 
 
 _PAGE = 500
@@ -415,7 +381,8 @@ class Transfer(Repository):
                         hint="raise the server's minSnapshotHistoryWindowInSeconds (300 by default)",
                     ) from error
             manifest = Manifest(schema=SCHEMA_VERSION, collections=tuple(files))
-            write_manifest(temporary, manifest)
+            # Write the manifest last: a folder without it is no export.
+            (temporary / MANIFEST).write_bytes(json.dumps(asdict(manifest), indent=1).encode() + b"\n")
         return manifest
 
     @database_call
@@ -453,15 +420,12 @@ class Transfer(Repository):
                     " it",
                 )
             await making.finish({name: value for name, value in schema.items() if name != "_id"})
-        await self._join_family()
-        return Imported(manifest=manifest, imports=imports, flags=flags)
-
-    async def _join_family(self) -> None:
-        """Note an imported child in its parent, if that is on this server."""
         parent = await Ancestry(self._connection).parent()
         if parent is not None and await self._connection.beside(parent.run).collection(RUN).find_one({}):
+            # The parent is on this server: let it know its child, whose checkpoint it must keep.
             family = Ancestry(self._connection.beside(parent.run))
             await family.adopt(self._connection.database.name, parent)
+        return Imported(manifest=manifest, imports=imports, flags=flags)
 
     async def _refuse_withdrawn(self, folder: Path, manifest: Manifest) -> None:
         for name in await self._connection.databases():
@@ -497,13 +461,17 @@ class Transfer(Repository):
         return sorted(name for name in names if not name.startswith("system."))
 
     async def _export(self, name: str, folder: Path, session: AsyncClientSession) -> ExportedFile:
-        file = file_name(name)
+        if not is_collection_name(name):
+            raise StoreError(f"collection {name!r} has a name that cannot be a file name")
+        file, digest, lines, size = f"{name}.jsonl", hashlib.sha256(), 0, 0
         with (folder / file).open("wb") as stream:
-            writer = LineWriter(stream)
             async for document in self._documents(name, session):
-                writer.line(encode_line(bytes(document.raw)))
+                line = encode_line(bytes(document.raw))
+                stream.write(line)
+                digest.update(line)
+                lines, size = lines + 1, size + len(line)
         return ExportedFile(
-            collection=name, file=file, documents=writer.lines, bytes=writer.bytes, sha256=writer.sha256
+            collection=name, file=file, documents=lines, bytes=size, sha256=digest.hexdigest()
         )
 
     async def _documents(
@@ -608,7 +576,7 @@ def writing_folder(folder: Path) -> Iterator[Path]:
 
 
 FILE = "data/train.parquet"
-_ROWS = 64
+_ROW_GROUP = 64
 """Trajectories in memory at a time; each page is a row group of the file."""
 _README = """---
 configs:
@@ -676,7 +644,9 @@ class TrajectoryDataset(Repository):
             (temporary / FILE).parent.mkdir()
             schema = _schema()
             with pyarrow.parquet.ParquetWriter(temporary / FILE, schema, compression="zstd") as writer:
-                async for page in self._pages(RECORD, {"score": {"$ne": None}, "pruned_at": None}, _ROWS):
+                async for page in self._pages(
+                    RECORD, {"score": {"$ne": None}, "pruned_at": None}, _ROW_GROUP
+                ):
                     written = await self._rows([Record.from_document(document) for document in page])
                     writer.write_table(pyarrow.Table.from_pylist(written, schema=schema))
                     rows += len(page)

@@ -73,31 +73,29 @@ def published_versions(
 ) -> list[PublishedVersion]:
     """Return the published ones of ``versions``, in their order; ``steps`` are committed, oldest first."""
     waited = {step.step: step.metric("seconds_publish") for step in steps}
-    return [
-        PublishedVersion(
-            version=version.id,
-            step=version.step,
-            encoding=version.live.kind if version.live and not version.files else version.encoding,
-            bytes=version.bytes,
-            # The metrics of a step are those of the last publication before it.
-            seconds_waited=waited.get(version.step + 1) if version.id > 0 else None,
-            engines=len(seconds),
-            seconds_until_served=max(seconds, default=None),
+    found = []
+    for version in versions:
+        if version.status is not VersionStatus.PUBLISHED:
+            continue
+        seconds = [
+            max(0.0, (served.at - version.published_at).total_seconds())  # the trainer's clock may be ahead
+            for engine in engines
+            for served in engine.served
+            if served.version == version.id
+        ]
+        found.append(
+            PublishedVersion(
+                version=version.id,
+                step=version.step,
+                encoding=version.live.kind if version.live and not version.files else version.encoding,
+                bytes=version.bytes,
+                # The metrics of a step are those of the last publication before it.
+                seconds_waited=waited.get(version.step + 1) if version.id > 0 else None,
+                engines=len(seconds),
+                seconds_until_served=max(seconds, default=None),
+            )
         )
-        for version in versions
-        if version.status is VersionStatus.PUBLISHED
-        for seconds in [_seconds_until_served(version, engines)]
-    ]
-
-
-def _seconds_until_served(version: PolicyVersion, engines: Sequence[InferenceService]) -> list[float]:
-    """Return the seconds of each engine. They are 0 if the trainer's clock is ahead of the server's."""
-    return [
-        max(0.0, (served.at - version.published_at).total_seconds())
-        for engine in engines
-        for served in engine.served
-        if served.version == version.id
-    ]
+    return found
 
 
 TRAIN = "train"
@@ -294,7 +292,11 @@ class SnapshotReader:
         resolved = await self._cached("configurations", store.settings.resolved, _SLOW_SECONDS)
         configurations = list(resolved.values())
         if alive_seconds is None:
-            alive_seconds = _alive_seconds(configurations)
+            interval = _flag(configurations, "heartbeat_seconds")
+            engines = EngineListConfig()
+            if isinstance(interval, int | float) and interval > 0:
+                engines = EngineListConfig(heartbeat_seconds=float(interval))
+            alive_seconds = engines.alive_seconds
         liveness = await store.services.liveness(TRAIN, alive_seconds)
         reads: dict[str, Awaitable[Any]] = {
             "lease": store.trainer_lease.read(),
@@ -365,14 +367,6 @@ def stated_alive_seconds(configs: Configs) -> float | None:
 def _flag(configurations: Sequence[RunSettings], name: str) -> Any:
     given = (configuration.values.get(name) for configuration in configurations)
     return next((value for value in given if value is not None), None)
-
-
-def _alive_seconds(configurations: Sequence[RunSettings]) -> float:
-    """Return the age of a heartbeat above which an engine of the run is dead."""
-    seconds = _flag(configurations, "heartbeat_seconds")
-    if isinstance(seconds, int | float) and seconds > 0:
-        return EngineListConfig(heartbeat_seconds=float(seconds)).alive_seconds
-    return EngineListConfig().alive_seconds
 
 
 Severity = Literal["bad", "warn", "good"]

@@ -168,11 +168,7 @@ agentrl.Rollout, agentrl.Outcome, agentrl.group_filter, agentrl.tool_call_parser
 print("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [
-        "['agentrl', 'agentrl.base', 'agentrl.base.moved']",
-        "[]",
-        "False",
-    ]
+    assert done.stdout.splitlines() == ["['agentrl', 'agentrl.base', 'agentrl.base.moved']", "[]", "False"]
 
 
 def test_a_users_file_that_uses_every_decorator_and_the_examples_pass_mypy_strict(tmp_path: Path) -> None:

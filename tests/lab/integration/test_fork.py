@@ -92,7 +92,6 @@ async def test_a_fork_goes_on_as_its_parent_did(
         number, folder, _ = await starting_weights(store, ModelConfig(), LocalCopy(run.folder / "copy"))
         assert folder == str(run.output / "checkpoint-000001" / "model")
         newest = await store.policy_versions.latest()
-        assert newest is not None
         assert (number, newest.step) == (newest.id, 1)
         verify(newest.location, newest.files)
     await sample_as_the_parent(child)

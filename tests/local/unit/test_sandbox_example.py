@@ -13,7 +13,7 @@ from agentrl.config.load import parse
 from agentrl.config.schema import TaskConfig, ToolConfig
 from agentrl.documents.task_file import read_tasks
 from agentrl.local.launch import default_servers
-from agentrl.tools.config import load_tools
+from agentrl.tools.pool import load_tools
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "assets" / "examples" / "sandbox"

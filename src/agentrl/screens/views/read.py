@@ -82,20 +82,16 @@ class WholeTrajectory:
     """The failed attempts at the same trajectory, this Record among them or not."""
 
 
-class AuditReads(Repository):
-    """Reads rows of the ``audit_*`` views: their pipelines, run on the collections."""
+class Views(Repository):
+    """The read path of every screen, the quickstart's report and notebooks. It never writes.
+
+    Rows come from the pipelines of the ``audit_*`` views, run on the collections.
+    """
 
     async def _rows(self, row: type[R], view: str, *before: Json, after: Sequence[Json] = ()) -> list[R]:
         """Return the rows of a view; ``before`` runs on the documents, ``after`` on the rows."""
         source, pipeline = VIEWS.get(view)
         return [row.from_document(each) for each in await self._aggregate(source, *before, *pipeline, *after)]
-
-
-class Views(AuditReads):
-    """The read path of every screen, the quickstart's report and notebooks. It never writes.
-
-    Rows come from the pipelines of the ``audit_*`` views, run on the collections.
-    """
 
     @database_call
     async def trajectories(
@@ -261,7 +257,7 @@ class _Spans(Document):
     trained_at_steps: tuple[int, ...] = ()
 
 
-class TokenReads(AuditReads):
+class TokenReads(Views):
     """Reads tokens for the token view. It never writes."""
 
     @database_call
@@ -492,7 +488,7 @@ class TrajectoryPage:
     """None unless model calls were searched."""
 
 
-class TrajectorySearch(AuditReads):
+class TrajectorySearch(Views):
     """Reads pages of trajectories. It never writes; every read has a time limit."""
 
     @database_call
@@ -541,10 +537,7 @@ class TrajectorySearch(AuditReads):
         query = dict(wanted.query)
         ids: set[str] | None = None
         if wanted.step is not None:
-            step = await self._collection(STEP).find_one(
-                {"step": wanted.step, "status": {"$in": values(APPLIED_STEPS)}}, {"data": 1}
-            )
-            ids = set(step["data"]) if step is not None else set()
+            ids = set(await self._data_of({"step": wanted.step, "status": {"$in": values(APPLIED_STEPS)}}))
         if wanted.label is not None:
             labelled = set(await self._collection(LABEL).distinct("record", {"label": wanted.label}))
             ids = labelled if ids is None else ids & labelled

@@ -102,7 +102,6 @@ async def renamed_whole(old: RunConfig, new: RunConfig, output: Path, before: di
         flags = (await store.settings.resolved())["train"].values
         assert flags == {"output_dir": str(folder), "run_name": new.run_name}
         version = await store.database["PolicyVersion"].find_one({"_id": 1})
-        assert version is not None
         assert version["location"] == str(folder / "weights" / "v000001")
         schema = await store.database["Run"].find_one({"_id": "schema"})
         assert schema is not None

@@ -85,7 +85,6 @@ async def test_an_untrained_group_is_decided_again_without_it(
     assert [slot["traj_id"] for slot in task["slots"]] == [1]
     assert (task["retracted"], task["group"]["scored"], task["group"]["outcome"]) == (1, 1, "abandoned")
     left = await store.records.get(SECOND)
-    assert left is not None
     assert (left.status, left.abandoned_because) == (
         RecordStatus.ABANDONED,
         "no spread in the group's scores",
@@ -110,7 +109,6 @@ async def test_a_trained_group_keeps_the_rest_as_trained(
     group = (await stored_task(store, run.TRAINED))["group"]
     assert (group["scored"], group["trained"], group["kept_as_trained"]) == (1, 1, True)
     other = await store.records.get(f"{run.TRAINED}/0/2")
-    assert other is not None
     assert (other.status, other.advantage, other.trained_count) == (RecordStatus.READY, -1.0, 1)
     assert await violations(store) == []
 
@@ -150,7 +148,6 @@ async def test_rebuild_goes_back_and_decides_trained_groups_again(
     assert [step.status for step in await store.steps.find(status=None)] == ["reverted"]
     assert "kept_as_trained" not in (await stored_task(store, run.TRAINED))["group"]
     other = await store.records.get(f"{run.TRAINED}/0/2")
-    assert other is not None
     assert (other.status, other.trained_count) == (RecordStatus.ABANDONED, 0)
     assert await agentrl_retract(run_config, "--rebuild") == 0
     assert "the run is back" not in capsys.readouterr().out

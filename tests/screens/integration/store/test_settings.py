@@ -108,7 +108,6 @@ async def test_the_resolved_configuration_of_each_role_is_stored(store: Store) -
     sample, train = stored.values()
     assert sample.given == ("max_turns",)
     assert train.values["epsilon"] == 3e-4
-    assert train.packages is not None
     assert {"python", "agentrl", "torch", "pymongo"} <= train.packages.keys()
 
 

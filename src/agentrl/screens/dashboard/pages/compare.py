@@ -252,8 +252,4 @@ def _generated(call: DispatchedSamplingTask) -> str:
     return "\n".join(filter(None, [whole_message(call.response), *results]))
 
 
-routes = [
-    Route("/compare", _runs),
-    Route("/runs/{run}/compare", _versions),
-    Route("/runs/{run}/pair", _pair),
-]
+routes = [Route("/compare", _runs), Route("/runs/{run}/compare", _versions), Route("/runs/{run}/pair", _pair)]

@@ -92,11 +92,7 @@ async def _run(request: Request) -> Response:
             for alive in [run.is_alive(engine)]
         ],
         evaluations=[
-            {
-                "item": item,
-                "score": item.total.get("score") or {},
-                "word": run.state_of(item),
-            }
+            {"item": item, "score": item.total.get("score") or {}, "word": run.state_of(item)}
             for item in reversed(run.evaluations[-_EVALUATIONS:])
         ],
         configurations=[_configuration(item) for item in run.configurations],

@@ -377,7 +377,4 @@ def _analyse(rows: Sequence[ScoredRow]) -> dict[str, Any]:
     }
 
 
-routes = [
-    Route("/runs/{run}/tasks", _tasks),
-    Route("/runs/{run}/rewards", _rewards),
-]
+routes = [Route("/runs/{run}/tasks", _tasks), Route("/runs/{run}/rewards", _rewards)]

@@ -1,16 +1,42 @@
-"""Read the address of an environment's server, and ask it for its description when tasks are loaded."""
+"""Read the address of an environment: its options and its server, which is asked for its description."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
+from pydantic import AfterValidator, Field
+
+from agentrl.base.validation import SettingsModel, read_config, wrong
 from agentrl.documents.document import excerpt
 from agentrl.errors import TaskFileError
 
 CONNECT_SECONDS = 15.0
 _EXCERPT = 200
+
+T = TypeVar("T", bound=SettingsModel)
+
+
+def _json_object(text: str) -> str:
+    try:
+        is_object = isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise wrong('a JSON object, such as {"difficulty": "easy"}')
+    return text
+
+
+FromOne = Annotated[int, Field(ge=1)]
+JsonObject = Annotated[str, AfterValidator(_json_object)]
+"""The text of a JSON object."""
+
+
+def read_options(kind: type[T], given: Mapping[str, str], name: str, example: str) -> T:
+    """Return the options of an address of environment ``name``. Raises TaskFileError."""
+    return read_config(kind, given, f"env:{name}", hint=example, error=TaskFileError)
 
 
 def server_url(given: str, name: str) -> str:
@@ -49,13 +75,3 @@ def get_json(url: str, what: str, token: Mapping[str, str] | None = None) -> Any
             hint="url= is the address of the server, without a path such as /reset",
         )
     return found
-
-
-def count(options: Mapping[str, str], option: str, name: str) -> int | None:
-    """Return a number from 1 on; None if it is not given. Raises TaskFileError."""
-    text = options.get(option)
-    if text is None:
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise TaskFileError(f"env:{name}: {option}={text} is not a number from 1 on")
-    return int(text)
