@@ -22,15 +22,14 @@ from typing import Any
 from chat_families import DEEPSEEK_V4, FAMILIES, LLAMA_CPP, NPM, TRL, Family
 from tokenizers import AddedToken, Tokenizer
 
+from agentrl.calls.prompts import Conversation
 from agentrl.chat.chat_format import ChatFormat, Message, without_thought
-from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.renderer import ChatTemplate, TemplateRenderer
+from agentrl.chat.renderer import ChatTemplate, ControlTokens, TemplateRenderer
 from agentrl.chat.validate_format import CONVERSATION, ENDS, TOOLS, generated, lost
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import AgentRLError, TrajectoryError
-from agentrl.rollout.prompts import Conversation
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".agentrl/chat_formats"
@@ -168,7 +167,7 @@ def compare(chat_format: ChatFormat, folder: Path) -> tuple[int, int, list[int]]
     conversation = Conversation(chat_format, messages[: ENDS[0]], TOOLS)
     equal, undefined, branches = 0, 0, []
     for turn, end in enumerate(ENDS, 1):
-        prompt = conversation.prompt_ids()
+        prompt = conversation.prompt.ids
         if conversation.starts_branch and turn > 1:
             branches.append(turn)
         as_is = replace(chat_format.adaptation, one_call_each=False, content_apart=False)

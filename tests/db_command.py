@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 from agentrl.config.schema import RunConfig
+from agentrl.lab import cli_db
 from agentrl.lab.check.checks import Checks
-from agentrl.lab.cli import db
-from agentrl.lab.cli.db import check_options
+from agentrl.lab.check.reading import Report
 from agentrl.store.client import Store
+
+Db = Callable[..., Awaitable[str]]
+"""The fixture ``db``: words of ``agentrl db`` → what it printed."""
+
+_ARGUMENTS = cli_db.parser().parse_args(["check", "--run_name", "any", "--settle_seconds", "0"])
 
 
 async def agentrl_db(run: RunConfig, *words: str) -> int:
     """Run ``agentrl db WORDS`` on the run's database; returns the exit code."""
     where = ("--run_name", run.run_name, "--db_connection_string", str(run.db_connection_string))
-    arguments = db.parser().parse_args([*words, *where])
+    arguments = cli_db.parser().parse_args([*words, *where])
     return int(await arguments.handler(run, arguments))
 
 
-async def violations(store: Store) -> list[str]:
-    """What ``agentrl db check`` finds wrong with the run."""
-    arguments = db.parser().parse_args(["check", "--run_name", "any"])
-    report = await Checks(store.connection).run(replace(check_options(arguments), settle_seconds=0.0))
-    return [str(violation) for violation in report.violations]
+async def check(store: Store, **options: Any) -> Report:
+    """Return what ``agentrl db check`` reports; ``options`` are fields of CheckOptions."""
+    return await Checks(store.connection).run(replace(cli_db.check_options(_ARGUMENTS), **options))
+
+
+async def violations(store: Store, **options: Any) -> list[str]:
+    """Return what ``agentrl db check`` finds wrong with the run."""
+    return [str(violation) for violation in (await check(store, **options)).violations]

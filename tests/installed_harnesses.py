@@ -18,9 +18,9 @@ from gateway_run import answerer_of, gateway_task
 from rollout_fakes import FakeTools, ScriptedEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from agentrl.calls.prompts import chain_of
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.renderer import ChatTemplate, TemplateRenderer
+from agentrl.chat.renderer import ChatTemplate, ControlTokens, TemplateRenderer
 from agentrl.config.sampling import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
 from agentrl.data.finalize_group import to_training_data
@@ -37,7 +37,6 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.training import DBRecordData
 from agentrl.gateway.app import GatewayHost
 from agentrl.inference.engine import EncodedIds, Generation, Progress
-from agentrl.rollout.prompts import chain_of
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 from agentrl.worlds.sandbox.local import namespace_problem

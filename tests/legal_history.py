@@ -21,8 +21,8 @@ from agentrl.documents.status import RecordStatus, StopReason, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import Checkpoint, CheckpointState, TrainStep
 from agentrl.errors import LeaseLostError
+from agentrl.lab.deletion import Retention
 from agentrl.lab.regroup import NewScore, Reopening, Rescoring
-from agentrl.lab.retention import Retention
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
 from agentrl.store.epochs import Selection

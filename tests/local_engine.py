@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from agentrl.documents.sampling import SamplingParams
 from agentrl.local.engine.model import CacheSlot, Chunk, LocalModel
-from agentrl.local.engine.scheduler import GenerationRequest, Scheduler
-from agentrl.local.engine.token_sampling import RowSampler
+from agentrl.local.engine.scheduler import GenerationRequest, RowSampler, Scheduler
 
 
 def cpu_model(folder: Path, dtype: torch.dtype | None = None, **options: Any) -> LocalModel:

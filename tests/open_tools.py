@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from agentrl.config.schema import ToolConfig
-from agentrl.tools.pool import ToolPool, ToolSession
-from agentrl.tools.tool import TrajectoryInfo
+from agentrl.tools.pool import ToolPool
+from agentrl.tools.tool import ToolSession, TrajectoryInfo
 
 
 @asynccontextmanager

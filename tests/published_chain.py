@@ -13,8 +13,7 @@ from torch import Tensor
 
 from agentrl.documents.run import PolicyVersion
 from agentrl.weights.delta import SUFFIX, encode
-from agentrl.weights.folder import MANIFEST, checksums
-from agentrl.weights.tensor_checksums import TensorChecksum, weights_digest
+from agentrl.weights.folder import MANIFEST, TensorChecksum, checksums, weights_digest
 
 
 def random_weights(chance: random.Random, like: dict[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from agentrl.calls.trajectory_calls import TrajectoryCalls
+from agentrl.calls.turns import Tools, Turn
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.renderer import ChatTemplate, TemplateRenderer
+from agentrl.chat.renderer import ChatTemplate, ControlTokens, TemplateRenderer
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import PartialGeneration, VersionSpan
@@ -24,8 +25,6 @@ from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EncodedIds, Engine, Generation, Held, Progress
 from agentrl.rollout.agents import CONTEXT_MANAGERS
 from agentrl.rollout.rollout import ContextManager, Rollout
-from agentrl.rollout.tool_calls import Tools
-from agentrl.rollout.trajectory_calls import PendingCall, TrajectoryCalls
 from agentrl.tools.tool import OwnSession, Schema, ToolResult, TrajectoryInfo, function_schema
 
 T = TypeVar("T")
@@ -132,7 +131,7 @@ def make_rollout(
     *,
     chat_format: ChatFormat,
     engine: Engine,
-    write: Callable[[PendingCall], Awaitable[None]],
+    write: Callable[[Turn], Awaitable[None]],
     tools: Tools | None = None,
     schemas: Sequence[Schema] = (),
     params: SamplingParams | None = None,

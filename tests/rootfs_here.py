@@ -9,7 +9,9 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from agentrl.worlds.containers.container import Container, Execution
 from agentrl.worlds.sandbox.local import namespace_problem
 
 PROGRAMS = (
@@ -22,6 +24,11 @@ PROGRAMS = (
 def rootfs_problem() -> str | None:
     """Return why no container can run here; None if one can."""
     return namespace_problem()
+
+
+async def sh(box: Container, line: str, **options: Any) -> Execution:
+    """Run a shell line in a container."""
+    return await box.run(["/bin/sh", "-c", line], **{"seconds": 20, **options})
 
 
 def make_rootfs(folder: Path, *more: str) -> Path:

@@ -10,8 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.renderer import ChatTemplate, TemplateRenderer
+from agentrl.chat.renderer import ChatTemplate, ControlTokens, TemplateRenderer
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}{{ '\\n' }}{{ message['content'] }}"

@@ -6,6 +6,7 @@ from typing import Any
 
 from rollout_fakes import FakeSession, FakeTools, ScriptedEngine, format_of, make_rollout
 
+from agentrl.calls.turns import Turn
 from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig
 from agentrl.data.finalize_group import to_training_data
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_ids
@@ -16,7 +17,6 @@ from agentrl.documents.training import DBRecordData
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS, CONTEXT_MANAGERS, Agent, run_agent, scorer_context
 from agentrl.rollout.rollout import Rollout
-from agentrl.rollout.trajectory_calls import PendingCall
 from agentrl.scoring.scorers import ScoreResult, score_context
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
@@ -35,7 +35,7 @@ class Trajectory:
         )
         self.engine = ScriptedEngine(format_of(), *script)
         self.tools = FakeTools()
-        self.pending: list[PendingCall] = []
+        self.pending: list[Turn] = []
         self.calls: list[DispatchedSamplingTask] = []
         self.config = AgentConfig(**flags)
         self.manager = CONTEXT_MANAGERS.get(self.config.new_context)
@@ -44,7 +44,7 @@ class Trajectory:
     async def run(self, agent: str | Agent = "react", attempt: int = 1) -> Outcome:
         """Run an agent, or the registered one of a name."""
 
-        async def write(call: PendingCall) -> None:
+        async def write(call: Turn) -> None:
             self.pending.append(call)
             self.calls.append(call.document())
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 _IMPORTED = (
-    "agentrl.cli.main", "agentrl.local.processes", "agentrl.train.start", "agentrl.train.sft",
+    "agentrl.cli.main", "agentrl.local.launch", "agentrl.train.start", "agentrl.train.sft",
     "agentrl.lab.whatif_run", "agentrl.lab.blame", "agentrl.evaluation.evaluate",
     "agentrl.rollout.setup", "agentrl.columns.teacher", "agentrl.inference.served_engine",
     "agentrl.local.engine.server", "transformers.models.qwen3.modeling_qwen3",

@@ -23,6 +23,7 @@ from demo.tiny import build_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.base.processes import start_child
+from agentrl.calls.prompts import Conversation
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import GroupConfig, ModelConfig
 from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
@@ -32,7 +33,6 @@ from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.evaluation.evaluate import digest_tasks
 from agentrl.evaluation.report import results_of
 from agentrl.rollout.housekeeping import GroupFinalizer
-from agentrl.rollout.prompts import Conversation
 from agentrl.scoring.evaluation import Prices
 from agentrl.store.client import Store
 
@@ -116,7 +116,7 @@ class Policy:
 
     def prompt(self, question: Question) -> list[int]:
         """Return the token ids of a question."""
-        return Conversation(self.chat_format, [{"role": "user", "content": question.text}]).prompt_ids()
+        return Conversation(self.chat_format, [{"role": "user", "content": question.text}]).prompt.ids
 
     def warm_up(self, folder: Path, steps: int) -> None:
         """Fit each right answer with probability ``RIGHT``, wrong digits with the rest, and save."""

@@ -31,7 +31,7 @@ from learning import Pairs, cells, paired, rises, scores
 
 from agentrl.base.installation import shipped_files
 from agentrl.config.schema import RunConfig
-from agentrl.local.processes import SERVERS_FILE, demo_model
+from agentrl.local.launch import SERVERS_FILE, demo_model
 from agentrl.scoring.evaluation import difference
 from agentrl.store.client import open_store
 

@@ -16,10 +16,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
+from agentrl.calls.prompts import Conversation
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.parsers.parser import get_parser
 from agentrl.config.schema import ModelConfig
-from agentrl.rollout.prompts import Conversation
 from agentrl.scoring.answers import extract_answer
 
 TURNS, NEW_TOKENS = 2, 40
@@ -59,10 +59,10 @@ class Policy:
         trajectories = [Trajectory() for _ in questions]
         going = list(range(len(questions)))
         for _ in range(TURNS):
-            outputs = self._generate([conversations[i].prompt_ids() for i in going]) if going else []
+            outputs = self._generate([conversations[i].prompt.ids for i in going]) if going else []
             still = []
             for i, output in zip(going, outputs, strict=True):
-                one, context = trajectories[i], conversations[i].context_ids()
+                one, context = trajectories[i], conversations[i].prompt.context_ids
                 one.ids += [*context, *output]
                 one.generated += [False] * len(context) + [True] * len(output)
                 text = self.chat_format.decode(output)

@@ -34,8 +34,8 @@ from rich.table import Table
 from time_to_reward_trl import SETTINGS
 
 from agentrl.config.schema import RunConfig
+from agentrl.local.launch import demo_model
 from agentrl.local.mongod import EmbeddedMongo
-from agentrl.local.processes import demo_model
 from agentrl.store.client import open_existing
 
 ROOT = Path(__file__).parents[2]

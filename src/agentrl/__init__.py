@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING
 from agentrl.base.moved import find_moved_modules
 
 if TYPE_CHECKING:
+    from typing import Any, Protocol, Self
+
     __version__: str
     """The version of the installation: that of the git tag it was built from."""
 
+    from agentrl.calls.turns import Turn
     from agentrl.chat.chat_format import Message
     from agentrl.chat.parsers.arguments import convert_arguments
     from agentrl.chat.parsers.parser import ParsedMessage, ToolCall, tool_call_parser
@@ -32,11 +35,31 @@ if TYPE_CHECKING:
     from agentrl.rollout.agent_io import Outcome
     from agentrl.rollout.agents import agent, context_manager
     from agentrl.rollout.rollout import FixedModel, Role, Rollout
-    from agentrl.rollout.trajectory_calls import Turn
     from agentrl.scoring.groups import ScoredGroup, advantage, group_filter
     from agentrl.scoring.scorers import ScoredCall, ScorerContext, ScoreResult, scorer
-    from agentrl.screens.notebook import Store
     from agentrl.tools.python import tool
+
+    class Store(Protocol):
+        """What type checkers see of ``screens.notebook.Store``: even for types, the core imports no wing."""
+
+        run_name: str
+
+        @classmethod
+        def open(
+            cls, run_name: str = "default", *, db_connection_string: str | None = None,
+            mongo_dir: str = ".agentrl/mongo", db_timeout_seconds: float = 60.0,
+        ) -> Self: ...  # fmt: skip
+        def trajectories(
+            self, *, status: str | None = None, step: int | None = None, split: str | None = None,
+            limit: int | None = None,
+        ) -> list[Any]: ...  # fmt: skip
+        def steps(self, *, status: str | None = None) -> list[Any]: ...
+        def tasks(self, *, split: str | None = None) -> list[Any]: ...
+        def groups(self, *, split: str | None = None) -> list[Any]: ...
+        def close(self) -> None: ...
+        def __enter__(self) -> Self: ...
+        def __exit__(self, *error: object) -> None: ...
+
 
 __all__ = [
     "Environment", "FixedModel", "LossSettings", "Message", "Observation", "OutageError", "Outcome",
@@ -69,7 +92,7 @@ _MODULES = {
     "TokenBatch": "losses.loss",
     "TokenLosses": "losses.loss",
     "ToolCall": "chat.parsers.parser",
-    "Turn": "rollout.trajectory_calls",
+    "Turn": "calls.turns",
     "advantage": "scoring.groups",
     "agent": "rollout.agents",
     "context_manager": "rollout.agents",

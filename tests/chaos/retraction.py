@@ -215,8 +215,7 @@ def compare(plan: Plan) -> Result:
                 await fill(store, plan)
 
     async def choose() -> tuple[tuple[str, ...], tuple[tuple[Any, ...], ...]]:
-        from agentrl.lab.dataset import TrajectoryDataset
-        from agentrl.lab.transfer import Transfer
+        from agentrl.lab.transfer import TrajectoryDataset, Transfer
 
         async with await open_store(plan.config("retracted")) as store:
             before = await trained(store)

@@ -36,7 +36,7 @@ from agentrl.documents.task import Task
 from agentrl.inference.client import EngineClient
 from agentrl.local.mongod import EmbeddedMongo
 from agentrl.store.client import Store, open_store
-from agentrl.weights.tensor_checksums import TensorChecksum, weights_digest
+from agentrl.weights.folder import TensorChecksum, weights_digest
 from chaos.actors import Actor, environment
 from chaos.bucket import Bucket
 from chaos.report import Findings

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from agentrl.documents.sampling import SamplingParams
 from agentrl.local.engine import model as engine
 from agentrl.local.engine.model import ATTENTION, CacheSlot
-from agentrl.local.engine.token_sampling import RowSampler, sample
+from agentrl.local.engine.scheduler import RowSampler, sample
 from agentrl.model.attention import set_attention
 from agentrl.model.load import allocate
 from fake_gpu.fake_cuda import GpuMemory, Recorder, cuda_stubs

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ToolServerError
-from agentrl.tools.pool import ToolPool, ToolSession
-from agentrl.tools.tool import TrajectoryInfo
+from agentrl.tools.pool import ToolPool
+from agentrl.tools.tool import ToolSession, TrajectoryInfo
 
 _MISBEHAVIOURS = ("die", "hang", "garbage", "huge", "noise", "change_tools")
 

@@ -20,12 +20,12 @@ from agentrl.worlds.containers.container import (
     COPY_BYTES,
     OUTPUT_BYTES,
     Container,
+    Execution,
     FilesTooLargeError,
     back_end_away,
     container,
 )
-from agentrl.worlds.sandbox.launcher import Output
-from agentrl.worlds.sandbox.limits import Execution
+from agentrl.worlds.containers.output import Output
 
 ARCHIVE = "/tmp/agentrl.tar"
 INPUT = "/tmp/agentrl.in"

@@ -21,6 +21,8 @@ MOVED: Final = {
     "agentrl.tools.sandbox": "agentrl.worlds.sandbox",
     "agentrl.tools.stateful": "agentrl.tools.python",
     "agentrl.weights.model_folder": "agentrl.weights.folder",
+    "agentrl.worlds.containers.sandbox": "agentrl.worlds.sandbox.container",
+    "agentrl.worlds.sandbox.limits": "agentrl.worlds.containers.container",
 }
 """Earlier name → name; what lies below a package moved with it."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
@@ -12,6 +13,8 @@ from agentrl.base.user_code import require_allowed
 from agentrl.errors import ConfigError
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 def import_modules(names: Iterable[str]) -> None:
@@ -79,14 +82,26 @@ class Registry(Generic[T]):
         for name in names:
             self._registered[name] = extension
 
-    def known(self) -> dict[str, T]:
+    def registered(self) -> dict[str, T]:
         """Return the extensions that are built in or registered in this process, by name."""
         self._import_built_in()
         return dict(self._registered)
 
+    def known(self) -> dict[str, T]:
+        """Return every extension by name: registered in this process, built in, or from an entry point."""
+        known = self.registered()
+        for point in entry_points(group=self._group):
+            if point.name not in known:
+                # Leave a broken package out: it must not end the command of somebody who does not use it.
+                try:
+                    known[point.name] = self._import(point.name, point.load)
+                except ConfigError as error:
+                    logger.warning("%s; it is left out", error.message)
+        return known
+
     def names(self) -> list[str]:
         """Return every name, sorted: registered in this process, built in, or from an entry point."""
-        return sorted({*self.known(), *(point.name for point in entry_points(group=self._group))})
+        return sorted({*self.registered(), *(point.name for point in entry_points(group=self._group))})
 
     def get(self, name: str) -> T:
         """Return the extension called ``name``.

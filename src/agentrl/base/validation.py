@@ -1,7 +1,8 @@
-"""Read the files that people write, and validate them: errors name the place, the value and the fix.
+"""Validate what comes from outside (files, rows, options, requests): errors name place, value and fix.
 
-A dataclass that derives from ``SettingsModel`` is the declaration: pydantic reads its annotations, and its
-``__post_init__`` checks what fields say about each other.
+A dataclass is the declaration: pydantic reads its annotations, and its ``__post_init__`` checks what fields
+say about each other. ``check`` raises the error of each caller; ``SettingsFile.check``, for files that people
+write, names the line too.
 """
 
 from __future__ import annotations
@@ -59,8 +60,6 @@ class SettingsFile:
         """
         for key in own.keys() & value.keys() if isinstance(value, dict) else ():
             raise self.error(f"unknown key {dotted((*place, key))!r}", *place, key)
-        from pydantic import ValidationError
-
         try:
             given = {**value, **own} if isinstance(value, dict) else value
             return validate(kind, given, folder=self.path.parent)
@@ -68,11 +67,8 @@ class SettingsFile:
             found = problems_of(error, value, *place, whole="the file")
         if len(found) == 1:
             raise self.error(found[0].text, *found[0].place, hint=found[0].hint)
-        listed = [
-            f"{self._where(each.place)}: {each.text}" + (f" ({each.hint})" if each.hint else "")
-            for each in found
-        ]
-        raise ConfigError("\n  ".join(listed), hint=self.hint)
+        listed = "\n  ".join(f"{self._where(each.place)}: {each}" for each in found)
+        raise ConfigError(listed, hint=self.hint)
 
     def expand(self, value: Any, *place: str | int, keep: str = "") -> Any:
         """Return ``value`` with ``${NAME}`` and ``${NAME:-default}`` in its texts replaced, except ``keep``.
@@ -159,7 +155,10 @@ def _line_of(text: str, place: Place) -> int | None:
 
 
 _SHOWN = 200
-_SECRET = re.compile(r"key|token|secret|password|headers|authorization", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(?!max_[a-z_]*tokens\Z).*(key|token|secret|password|headers|authorization)", re.IGNORECASE | re.DOTALL
+)
+"""Names of values that errors do not show; ``max_tokens`` and its like are counts."""
 
 
 class SettingsModel:
@@ -196,6 +195,9 @@ class Problem:
     text: str
     hint: str | None
 
+    def __str__(self) -> str:
+        return f"{self.text} ({self.hint})" if self.hint else self.text
+
 
 def wrong(expected: str, *place: str | int, hint: str | None = None) -> PydanticCustomError:
     """Return what a validator raises if its value, or the one at ``place`` below it, must be ``expected``."""
@@ -223,15 +225,19 @@ def problems_of(error: ValidationError, given: Any, *place: str | int, whole: st
     return [_problem(item, given, place, whole) for item in error.errors(include_url=False)]
 
 
+def check(kind: type[T], given: Any, refuse: Callable[[Problem], Exception], *place: str | int) -> T:
+    """Return ``given``, which stands at ``place``, as ``kind``. Raises what ``refuse`` returns."""
+    try:
+        return validate(kind, given)
+    except ValidationError as error:
+        raise refuse(problems_of(error, given, *place)[0]) from error
+
+
 def read_config(
     kind: type[T], given: Any, where: str, *, hint: str, error: type[AgentRLError] = ConfigError
 ) -> T:
     """Return ``given``, which is in no file, as ``kind``. Raises ``error``, which begins with ``where``."""
-    try:
-        return validate(kind, given)
-    except ValidationError as found:
-        problem = problems_of(found, given)[0]
-        raise error(f"{where}: {problem.text}", hint=problem.hint or hint) from found
+    return check(kind, given, lambda problem: error(f"{where}: {problem.text}", hint=problem.hint or hint))
 
 
 def _problem(item: ErrorDetails, given: Any, outer: Place, whole: str) -> Problem:
@@ -256,7 +262,8 @@ def _problem(item: ErrorDetails, given: Any, outer: Place, whole: str) -> Proble
             expected = context["expected"]
             hint = nearest(_value(given, inner), re.findall(r"'([^']*)'", expected))
         case kind:
-            expected = _EXPECTED[kind].format_map(context) if kind in _EXPECTED else item["msg"]
+            bounds = {name: f"{it:g}" if isinstance(it, float) else it for name, it in context.items()}
+            expected = _EXPECTED[kind].format_map(bounds) if kind in _EXPECTED else item["msg"]
     if item["loc"][-1:] == ("[key]",):
         return Problem(place, f"{dotted(place[:-1])} has the key {place[-1]!r}; it must be {expected}", hint)
     shown = _shown(_value(given, inner), place)
@@ -279,7 +286,7 @@ def _value(given: Any, place: Place) -> Any:
 
 def _shown(value: Any, place: Place) -> str:
     """Return a value as errors show it; of one that may be a secret only its kind."""
-    if any(isinstance(part, str) and _SECRET.search(part) for part in place):
+    if any(isinstance(part, str) and _SECRET.match(part) for part in place):
         return f"of the kind {type(value).__name__}"
     text = ascii(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
@@ -302,10 +309,11 @@ _EXPECTED: Mapping[str, str] = {
     "mapping_type": "a mapping",
     "dataclass_type": "a mapping",
     "path_type": "a path",
-    "less_than": "below {lt:g}",
-    "greater_than": "above {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than_equal": "at most {le:g}",
+    "less_than": "below {lt}",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+    "too_short": "a list of at least {min_length}",
     "too_long": "a list of at most {max_length}",
 }
 """Type of an error of pydantic → what the value must be."""

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from agentrl.chat.chat_format import ChatFormat, read_vision
-from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.model_folder import ChatFiles, harmony_vocabulary, read_chat_files
 from agentrl.chat.parsers.marked import MarkedParser
 from agentrl.chat.parsers.parser import (
@@ -34,6 +33,7 @@ from agentrl.chat.parsers.parser import (
 )
 from agentrl.chat.renderer import (
     ChatTemplate,
+    ControlTokens,
     Message,
     Renderer,
     TemplateRenderer,

@@ -1,32 +1,51 @@
-"""``agentrl serve``, ``sample``, ``gateway``, ``score`` and ``teach``: beside the trainer."""
+"""The commands of the processes of a run: serve, sample, gateway, score, teach, train, sft and eval.
+
+    agentrl train --run_name demo --model_name_or_path models/base --max_steps 100
+    accelerate launch --config_file assets/fsdp2_dst.yml -m agentrl.train --run_name demo …
+    agentrl sft --model_name_or_path BASE --train_file conversations.jsonl --output_dir OUT --max_steps 240
+    torchrun --nproc_per_node 8 -m agentrl sft …
+    agentrl sft --model_name_or_path BASE --sft_from_records RUN --sft_min_score 1 --output_dir OUT
+
+SIGTERM and SIGINT let the current step finish and be saved; the same command resumes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TypeVar
 
 from agentrl.config.agreement import require_trainable
-from agentrl.config.load import Configs, parse
+from agentrl.config.load import Configs, leading_words, parse
 from agentrl.config.schema import (
     AdapterConfig,
     AgentConfig,
     ClaimConfig,
     ContainerConfig,
+    DeviceConfig,
     EngineConfig,
     EngineListConfig,
+    EvaluationConfig,
     GatewayConfig,
     GroupConfig,
+    JsonFlags,
+    LossConfig,
+    MemoryConfig,
     ModelConfig,
+    OptimConfig,
     RunConfig,
     SamplingConfig,
     TaskConfig,
     TeacherConfig,
     ToolConfig,
     TraceConfig,
+    TrainConfig,
     flag,
 )
+from agentrl.config.training import SFTConfig
+from agentrl.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -142,3 +161,133 @@ def _traced(configs: Configs, role: str, work: Callable[[], Coroutine[object, ob
     setup(configs[RunConfig], role)
     with tracing(configs, role):
         return asyncio.run(work())
+
+
+def train(argv: list[str]) -> int:
+    """Parse ``argv`` and train; return 0 when training has ended or was asked to stop."""
+    configs = parse(
+        argv,
+        command="agentrl train",
+        description="Train on sampled groups, publish the weights, save checkpoints; resume after a restart.",
+        shown=(
+            RunConfig, ModelConfig, TaskConfig, SamplingConfig, ClaimConfig, LossConfig, OptimConfig,
+            AdapterConfig, MemoryConfig, TrainConfig, DeviceConfig, TraceConfig,
+        ),
+        validate=check_training_flags,
+    )  # fmt: skip
+    from agentrl.observe.logging import setup
+    from agentrl.weights.folder import base_folder
+
+    setup(configs[RunConfig], "train")
+    base_folder(configs[ModelConfig])
+    from agentrl.train.start import run_trainer
+
+    run_trainer(configs)
+    return 0
+
+
+def sft(argv: list[str]) -> int:
+    """Parse ``argv``, train, and write a Hugging Face folder to ``--output_dir``."""
+    configs = parse(
+        argv,
+        command="agentrl sft",
+        description='Supervised fine-tuning on JSONL lines {"messages": […], "tools": […]}, or on Records.',
+        shown=(RunConfig, ModelConfig, TaskConfig, OptimConfig, AdapterConfig, TrainConfig, MemoryConfig),
+        extra=(SFTConfig,),
+    )
+    from agentrl.observe.logging import setup
+    from agentrl.weights.folder import base_folder
+
+    setup(configs[RunConfig], "sft")
+    base_folder(configs[ModelConfig])
+    from agentrl.train.sft import fine_tune
+
+    fine_tune(configs)
+    return 0
+
+
+def check_training_flags(configs: Configs) -> None:
+    """Raise ConfigError for flags with which nothing could be trained, and for those that change nothing."""
+    from agentrl.base.registry import import_modules
+    from agentrl.losses.settings import check_loss
+
+    import_modules(configs[TaskConfig].imported_modules)
+    require_trainable(configs)
+    check_loss(configs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportFlags:
+    """How evaluations are listed."""
+
+    markdown: bool = flag(False, "print a Markdown table")
+    plot: str | None = flag(None, "plot the versions over optimizer steps into this .png, .svg or .pdf")
+
+
+def evaluate(argv: list[str]) -> int:
+    """Evaluate, or run ``agentrl eval compare A B`` or ``agentrl eval report``."""
+    if argv[:1] == ["compare"]:
+        return _compare(argv[1:])
+    if argv[:1] == ["report"]:
+        return _report(argv[1:])
+    configs = parse(
+        ["--num_generations", "1", *argv],
+        command="agentrl eval",
+        description="Samples --eval_file with one policy, --eval_samples trajectories per task (1 by"
+        " default), and prints score, pass@k, intervals, turns, tokens and failures. `agentrl eval compare A"
+        " B` compares two evaluations, `agentrl eval report` lists those of a run.",
+        shown=[
+            EvaluationConfig, RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig, ToolConfig,
+            ContainerConfig, EngineConfig, TraceConfig,
+        ],
+        extra=[JsonFlags],
+    )  # fmt: skip
+    if configs[TaskConfig].eval_file is None:
+        raise ConfigError("there is nothing to evaluate", hint="give --eval_file FILE.jsonl")
+    samples = configs[EvaluationConfig].eval_samples
+    if samples is not None:
+        configs = configs.with_flags({"num_generations": samples})
+    from agentrl.evaluation.evaluate import evaluate
+    from agentrl.observe.logging import setup
+    from agentrl.observe.tracing import tracing
+
+    quiet = logging.NOTSET if "log_level" in configs.given else logging.WARNING
+    setup(configs[RunConfig], "eval", console_level=quiet)
+    with tracing(configs, "eval"):
+        return asyncio.run(evaluate(configs, as_json=configs[JsonFlags].json))
+
+
+def _compare(argv: list[str]) -> int:
+    named = leading_words(argv, 2)
+    configs = parse(
+        argv[len(named) :],
+        command="agentrl eval compare A B",
+        description="Compares two finished evaluations over the tasks that both scored. A and B are ids,"
+        " parts of ids or versions; RUN/ID names an evaluation of another run.",
+        shown=[RunConfig],
+        extra=[JsonFlags],
+    )
+    if len(named) != 2:
+        raise ConfigError(
+            f"agentrl eval compare takes two evaluations, and {len(named)} are given",
+            hint="`agentrl eval report` lists them",
+        )
+    from agentrl.evaluation.report import compare
+
+    asyncio.run(compare(configs, named[0], named[1], as_json=configs[JsonFlags].json))
+    return 0
+
+
+def _report(argv: list[str]) -> int:
+    configs: Configs = parse(
+        argv,
+        command="agentrl eval report",
+        description="Lists the evaluations of a run, oldest first.",
+        shown=[RunConfig],
+        extra=[JsonFlags, ReportFlags],
+    )
+    from agentrl.evaluation.report import report
+
+    flags = configs[ReportFlags]
+    asyncio.run(report(configs, as_json=configs[JsonFlags].json, as_markdown=flags.markdown, plot=flags.plot))
+    return 0

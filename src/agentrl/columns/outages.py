@@ -9,12 +9,13 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.base.concurrency import Backoff, Deadline, end_tasks, task_group
+from agentrl.calls.turns import Tools
 from agentrl.errors import (
     DATABASE,
     ENGINES,
@@ -31,6 +32,7 @@ from agentrl.observe.logging import redact_and_cut
 from agentrl.store.claims import Needs
 from agentrl.store.mechanics.retry import log_store_errors
 from agentrl.tools.pool import ToolPool
+from agentrl.tools.tool import Schema, ToolResult
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -489,6 +491,28 @@ class Outages:
                 return await breaker.wait()
         except TimeoutError:
             return False
+
+
+class HeldTools:
+    """The tools of one trajectory; a call waits while its server is down."""
+
+    def __init__(self, tools: Tools, outages: Outages, clock: Clock) -> None:
+        self._tools = tools
+        self._outages = outages
+        self._clock = clock
+
+    async def list(self) -> Sequence[Schema]:
+        return await self._outages.hold(self._tools.list, self._clock)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Run one tool. A successful result shows that its server is up."""
+        result = await self._outages.hold(lambda: self._tools.call(name, arguments), self._clock)
+        if not result.error:
+            self._outages.breaker(tool_server(result.server)).succeeded()
+        return result
+
+    async def rewards(self) -> dict[str, dict[str, Any]]:
+        return await self._outages.hold(self._tools.rewards, self._clock)
 
 
 class LateServers:

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from agentrl.base.processes import stop_on_signals
+from agentrl.calls.prompts import chain_of, one_system
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
@@ -47,7 +48,6 @@ from agentrl.inference.engine import EngineAnswerError, EngineRefusedError, know
 from agentrl.inference.http import EngineHttp
 from agentrl.losses.loss import TEACHER
 from agentrl.observe.logging import redact_and_cut
-from agentrl.rollout.prompts import chain_of, one_system
 from agentrl.store.client import open_existing
 from agentrl.store.mechanics.connection import COLUMN
 from agentrl.store.mechanics.retry import retry_outages

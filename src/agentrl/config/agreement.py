@@ -58,10 +58,7 @@ def trainer_settings(configs: Configs, loss: LossConfig) -> AgreedSettings:
     """Return the settings of training: the loss, with its defaults filled in, and the adapters."""
     return {
         **engine_settings(configs),
-        "loss": {
-            **dataclasses.asdict(loss),
-            "advantage_whitening": configs[TrainConfig].advantage_whitening,
-        },
+        "loss": {**dataclasses.asdict(loss), "advantage_whitening": configs[TrainConfig].advantage_whitening},
         "adapter": dataclasses.asdict(configs[AdapterConfig]),
     }
 

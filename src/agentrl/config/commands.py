@@ -9,42 +9,42 @@ from typing import Final, cast
 from agentrl.errors import ConfigError
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "mongo": ("agentrl.local.cli.mongo", "the embedded MongoDB: up, status, down"),
+    "mongo": ("agentrl.local.cli:mongo", "the embedded MongoDB: up, status, down"),
     "tasks": ("agentrl.cli.tasks", "check tasks of any source, load them into a run, list what is loaded"),
     "tools": ("agentrl.worlds.cli.tools", "a manager of tool servers: a node for each trajectory"),
-    "db": ("agentrl.lab.cli.db", "the database of a run: check, copy, prune, rescore, reopen"),
-    "runs": ("agentrl.screens.cli.runs", "the runs of a server: list, tag, note, rename, delete"),
-    "fork": ("agentrl.lab.cli.fork", "a new run that begins at a stored checkpoint of another"),
-    "retract": ("agentrl.lab.cli.retract", "withdraw trajectories and tasks from a run, everywhere"),
+    "db": ("agentrl.lab.cli_db", "the database of a run: check, copy, prune, rescore, reopen"),
+    "runs": ("agentrl.screens.cli:runs", "the runs of a server: list, tag, note, rename, delete"),
+    "fork": ("agentrl.lab.cli:fork", "a new run that begins at a stored checkpoint of another"),
+    "retract": ("agentrl.lab.cli:retract", "withdraw trajectories and tasks from a run, everywhere"),
     "serve": ("agentrl.cli.services:serve", "run one inference engine that follows the published weights"),
     "sample": ("agentrl.cli.services:sample", "a sampler: claims, runs and scores trajectories"),
     "gateway": ("agentrl.cli.services:gateway", "model APIs in front of rollouts, for any agent"),
     "score": ("agentrl.cli.services:score", "scores sampled trajectories that wait for a score"),
     "teach": ("agentrl.cli.services:teach", "a teacher: fills in its logprobs of sampled trajectories"),
-    "train": ("agentrl.cli.train:train", "the trainer"),
-    "launch": ("agentrl.local.cli.launch", "the processes of a run on this machine, each on GPUs of its own"),
-    "plan": ("agentrl.local.cli.plan", "plan memory, layout and services for a model and GPUs"),
-    "whatif": ("agentrl.lab.cli.whatif", "train stored steps again with another loss, and compare"),
-    "sweep": ("agentrl.lab.cli.sweep", "what-ifs with many settings and seeds, judged on held-out tasks"),
-    "try": ("agentrl.local.cli.try_task", "run one task's trajectory, print it, keep nothing"),
-    "eval": ("agentrl.cli.evaluate", "evaluate a policy on a task file; compare and list evaluations"),
-    "blame": ("agentrl.lab.cli.blame", "which trajectories moved held-out tasks between evaluations"),
-    "sft": ("agentrl.cli.train:sft", "supervised fine-tuning on conversations"),
-    "dashboard": ("agentrl.screens.cli.dashboard", "web pages about the runs of a server; reads only"),
-    "status": ("agentrl.screens.cli.status", "what runs now: the runs of a server, or one run, live"),
-    "audit": ("agentrl.screens.cli.audit", "look at a run: its state, a trajectory, its curve"),
-    "parity": ("agentrl.local.cli.parity", "compare the trainer's logprobs with an engine's"),
-    "doctor": ("agentrl.local.cli.doctor", "check this machine, and say how to fix each fault"),
+    "train": ("agentrl.cli.services:train", "the trainer"),
+    "launch": ("agentrl.local.cli:launch", "the processes of a run on this machine, each on GPUs of its own"),
+    "plan": ("agentrl.local.cli:plan", "plan memory, layout and services for a model and GPUs"),
+    "whatif": ("agentrl.lab.cli:whatif", "train stored steps again with another loss, and compare"),
+    "sweep": ("agentrl.lab.cli:sweep", "what-ifs with many settings and seeds, judged on held-out tasks"),
+    "try": ("agentrl.local.cli:try_one", "run one task's trajectory, print it, keep nothing"),
+    "eval": (
+        "agentrl.cli.services:evaluate",
+        "evaluate a policy on a task file; compare and list evaluations",
+    ),
+    "blame": ("agentrl.lab.cli:blame", "which trajectories moved held-out tasks between evaluations"),
+    "sft": ("agentrl.cli.services:sft", "supervised fine-tuning on conversations"),
+    "dashboard": ("agentrl.screens.cli:dashboard", "web pages about the runs of a server; reads only"),
+    "status": ("agentrl.screens.cli:status", "what runs now: the runs of a server, or one run, live"),
+    "audit": ("agentrl.screens.cli:audit", "look at a run: its state, a trajectory, its curve"),
+    "parity": ("agentrl.local.parity", "compare the trainer's logprobs with an engine's"),
+    "doctor": ("agentrl.local.doctor", "check this machine, and say how to fix each fault"),
     "completion": ("agentrl.cli.completion", "print the completion of bash, zsh or fish"),
-    "quickstart": ("agentrl.local.cli.launch:quickstart", "the whole loop on this machine"),
+    "quickstart": ("agentrl.local.cli:quickstart", "the whole loop on this machine"),
 }
 """Command → (module, and its function if that is not ``main``; what it is for)."""
 
 EXAMPLES: Final[dict[str, tuple[str, str]]] = {
-    "agentrl mongo": (
-        "agentrl mongo up",
-        "agentrl mongo status --mongo_dir /data/mongo",
-    ),
+    "agentrl mongo": ("agentrl mongo up", "agentrl mongo status --mongo_dir /data/mongo"),
     "agentrl tasks": (
         "agentrl tasks check train.parquet --eval_file test.parquet",
         "agentrl tasks load tasks.jsonl --run_name math",
@@ -53,10 +53,7 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl tools manager --mcp_servers_file servers.yml",
         "agentrl tools manager --mcp_servers_file servers.yml --host 0.0.0.0 --port 8000 --max_nodes 64",
     ),
-    "agentrl db": (
-        "agentrl db check --run_name math",
-        "agentrl db reopen --run_name math --dry_run",
-    ),
+    "agentrl db": ("agentrl db check --run_name math", "agentrl db reopen --run_name math --dry_run"),
     "agentrl db check": (
         "agentrl db check --run_name math --output_dir output/math",
         "agentrl db check --run_name math --final --json",
@@ -85,10 +82,7 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl retract math --scorer broken_v1 --because 'wrong units' --dry_run",
         "agentrl retract math --task task_001 --rebuild",
     ),
-    "agentrl db users": (
-        "agentrl db users --run_name math",
-        "agentrl db users --run_name math --create",
-    ),
+    "agentrl db users": ("agentrl db users --run_name math", "agentrl db users --run_name math --create"),
     "agentrl db accept": (
         "agentrl db accept groups --run_name math",
         "agentrl db accept sampling loss --run_name math",
@@ -129,10 +123,7 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl whatif math --steps 40-60 --loss_calculater GSPO",
         "agentrl whatif math math_without --without ids.txt",
     ),
-    "agentrl sweep": (
-        "agentrl sweep losses.yml --parallel 2",
-        "agentrl sweep losses.yml --state",
-    ),
+    "agentrl sweep": ("agentrl sweep losses.yml --parallel 2", "agentrl sweep losses.yml --state"),
     "agentrl try": (
         "agentrl try --config run.yaml --train_file tasks.jsonl",
         "agentrl try --config run.yaml --train_file tasks.jsonl --max_turns 4",
@@ -158,42 +149,21 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl dashboard",
         "agentrl dashboard --host 0.0.0.0 --token_file dashboard.token",
     ),
-    "agentrl status": (
-        "agentrl status",
-        "agentrl status math --once",
-    ),
-    "agentrl runs": (
-        "agentrl runs",
-        "agentrl runs rm math_1 math_2 --folders",
-    ),
-    "agentrl runs rm": (
-        "agentrl runs rm math_1",
-        "agentrl runs rm math_1 math_2 --folders --yes",
-    ),
+    "agentrl status": ("agentrl status", "agentrl status math --once"),
+    "agentrl runs": ("agentrl runs", "agentrl runs rm math_1 math_2 --folders"),
+    "agentrl runs rm": ("agentrl runs rm math_1", "agentrl runs rm math_1 math_2 --folders --yes"),
     "agentrl runs rename": (
         "agentrl runs rename math_1 math_baseline",
         "agentrl runs rename math_1 math_baseline --db_connection_string mongodb://db:27017",
     ),
-    "agentrl runs tag": (
-        "agentrl runs tag math +baseline",
-        "agentrl runs tag math +best -candidate",
-    ),
-    "agentrl runs note": (
-        'agentrl runs note math "twice the learning rate"',
-        'agentrl runs note math ""',
-    ),
+    "agentrl runs tag": ("agentrl runs tag math +baseline", "agentrl runs tag math +best -candidate"),
+    "agentrl runs note": ('agentrl runs note math "twice the learning rate"', 'agentrl runs note math ""'),
     "agentrl fork": (
         "agentrl fork math math_gspo --from_step 40",
         "agentrl fork math math_2 --db_connection_string mongodb://db:27017",
     ),
-    "agentrl audit": (
-        "agentrl audit run --run_name math",
-        "agentrl audit record 4f1c --run_name math",
-    ),
-    "agentrl audit run": (
-        "agentrl audit run --run_name math",
-        "agentrl audit run --config run.yaml",
-    ),
+    "agentrl audit": ("agentrl audit run --run_name math", "agentrl audit record 4f1c --run_name math"),
+    "agentrl audit run": ("agentrl audit run --run_name math", "agentrl audit run --config run.yaml"),
     "agentrl audit record": (
         "agentrl audit record 4f1c --run_name math",
         "agentrl audit record --run_name math",
@@ -206,10 +176,7 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl audit curve --run_name math",
         "agentrl audit curve reward entropy kl_k3 --run_name math --out curve.svg",
     ),
-    "agentrl doctor": (
-        "agentrl doctor",
-        "agentrl doctor --config run.yaml --engine sglang",
-    ),
+    "agentrl doctor": ("agentrl doctor", "agentrl doctor --config run.yaml --engine sglang"),
     "agentrl parity": (
         "agentrl parity --model_name_or_path models/Qwen3-0.6B --engine local",
         "agentrl parity --model_name_or_path models/Qwen3-0.6B --engine sglang,vllm --prompts 32",
@@ -218,10 +185,7 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         'eval "$(agentrl completion bash)"',
         "agentrl completion fish > ~/.config/fish/completions/agentrl.fish",
     ),
-    "agentrl quickstart": (
-        "agentrl quickstart",
-        "agentrl quickstart --tiny",
-    ),
+    "agentrl quickstart": ("agentrl quickstart", "agentrl quickstart --tiny"),
 }
 """Command → its examples."""
 

@@ -90,13 +90,12 @@ def parse(
     parser = _parser(command, description, shown, extra)
     end_if_collected(parser, command)
     groups = (*GROUPS, *extra)
-    known = [f"--{name}" for name in flag_names(*groups)]
-    # Change hyphens in known flags alone: the value of --engine_args has an engine's own.
-    words = ["--verbose" if word == "-v" else _underscored(word, known) for word in replace_flags(argv)]
+    names = flag_names(*groups)
+    words = ["--verbose" if word == "-v" else _underscored(word, names) for word in replace_flags(argv)]
     parsed, rest = parser.parse_known_args(words)
     if rest:
         what = "flag" if rest[0].startswith("-") else "argument"
-        raise _unknown(what, rest[0].split("=")[0], known)
+        raise _unknown(what, rest[0].split("=")[0], [f"--{name}" for name in names])
     flags = vars(parsed)
     path = flags.pop("config", None)
     given = flags
@@ -144,12 +143,14 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=_columns() // 3, width=_columns())
 
 
-def _underscored(word: str, known: Sequence[str]) -> str:
-    """Return ``--flag-name`` as ``--flag_name``, if it is a flag."""
-    name, joined, value = word.partition("=")
-    flag = "--" + name.removeprefix("--").replace("-", "_")
-    is_flag = name.startswith("--") and (flag in known or flag.replace("--no_", "--", 1) in known)
-    return flag + joined + value if is_flag else word
+def _underscored(word: str, names: Sequence[str]) -> str:
+    """Return ``--flag-name`` as ``--flag_name`` if it is one of the flags ``names``, else ``word``."""
+    flag, joined, value = word.partition("=")
+    key = flag.removeprefix("--").replace("-", "_")
+    # Change known flags alone: the value of --engine_args has an engine's own, with hyphens.
+    if flag.startswith("--") and (key in names or key.removeprefix("no_") in names):
+        return f"--{key}{joined}{value}"
+    return word
 
 
 def _warn_of_ignored(configs: Configs) -> None:

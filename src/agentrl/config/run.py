@@ -302,10 +302,7 @@ class TraceConfig(Flags):
         False, "record messages, arguments, results and error messages in spans, redacted and cut"
     )
     trace_queue: int = flag(
-        4096,
-        "spans that wait to be sent; further ones are dropped",
-        within="[1, inf)",
-        unit="spans",
+        4096, "spans that wait to be sent; further ones are dropped", within="[1, inf)", unit="spans"
     )
 
 

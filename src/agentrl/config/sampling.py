@@ -107,10 +107,7 @@ class ToolConfig(Flags):
         unit="seconds",
     )
     max_tool_result_chars: int = flag(
-        32768,
-        "a longer tool result is cut, with a notice to the model",
-        within="[1, inf)",
-        unit="characters",
+        32768, "a longer tool result is cut, with a notice to the model", within="[1, inf)", unit="characters"
     )
     max_parallel_tool_calls: int = flag(
         8, "tool calls of one turn that run at a time", within="[1, inf)", unit="calls"
@@ -167,10 +164,7 @@ class GatewayConfig(Flags):
         " --gateway_host is not this machine alone",
     )
     gateway_idle_minutes: float = flag(
-        30.0,
-        "a conversation without a request for this long has ended",
-        within="(0, inf)",
-        unit="minutes",
+        30.0, "a conversation without a request for this long has ended", within="(0, inf)", unit="minutes"
     )
     gateway_body_mb: float = flag(8.0, "largest body of a request", within="(0, inf)", unit="MiB")
     gateway_timeout_seconds: float = flag(

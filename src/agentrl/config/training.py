@@ -136,8 +136,7 @@ class LossConfig(Flags):
     section = "loss"
 
     loss_calculater: str = flag(
-        "GRPO",
-        f"the loss: {', '.join(_LOSSES.built_in_losses())}, or one of your own as module:function",
+        "GRPO", f"the loss: {', '.join(_LOSSES.built_in_losses())}, or one of your own as module:function"
     )
     loss_args: str = flag("{}", "JSON of parameters of a loss of your own, e.g. '{\"beta\": 0.1}'")
     token_level_loss: bool | None = flag(
@@ -480,8 +479,7 @@ class TrainConfig(ParallelConfig):
     )
     max_tokens: int = flag(65536, "size of a micro-batch", within="[1, inf)", unit="tokens")
     prefix_merging: Literal["off", "trajectory", "group"] = flag(
-        "group",
-        "merge common prefixes into a tree per trajectory or per group; off: one row per model call",
+        "group", "merge common prefixes into a tree per trajectory or per group; off: one row per model call"
     )
     staleness_policy: Literal["drop", "decay", "mask"] = flag(
         "drop",

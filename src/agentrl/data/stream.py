@@ -331,7 +331,7 @@ class OpenSource(Protocol):
 
 
 STEP_SOURCES: Registry[OpenSource] = Registry(
-    "step source", group="agentrl.step_sources", built_in=("agentrl.lab.recorded",)
+    "step source", group="agentrl.step_sources", built_in=("agentrl.lab.whatif_run",)
 )
 """By the kinship of a run to its parent, for those that do not train what they sample."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from agentrl.base.validation import Number, SettingsModel, Whole, check
 from agentrl.errors import ConfigError
 
 LogprobsOf = Literal["policy", "sampled", "truncated", "other"]
@@ -54,22 +54,22 @@ _LIMITS: tuple[tuple[str, float, float], ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(SettingsModel):
     """Parameters of one generation. ``extra`` goes to the engine unchanged (``sampling_seed``, ``regex``, …).
 
     The defaults sample from the policy, softmax(logits / temperature). ``top_p``, ``top_k``, ``min_p`` and
     penalties change the distribution; see ``logprobs_of`` for the effect on logprobs.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    max_new_tokens: int = 8196
-    stop_token_ids: tuple[int, ...] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: Number = 1.0
+    top_p: Number = 1.0
+    top_k: Whole = -1
+    min_p: Number = 0.0
+    max_new_tokens: Whole = 8196
+    stop_token_ids: tuple[Whole, ...] = ()
+    presence_penalty: Number = 0.0
+    frequency_penalty: Number = 0.0
+    repetition_penalty: Number = 1.0
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -92,12 +92,14 @@ class SamplingParams:
                 f"--preferred_sampling_params is not JSON ({error}): {text!r}",
                 hint="give JSON, e.g. '{\"temperature\": 1}'",
             ) from error
-        if not isinstance(values, dict):
-            raise ConfigError(
-                f"--preferred_sampling_params is not a JSON object, but {type(values).__name__}: {text!r}"
-            )
-        known = {item.name: item for item in dataclasses.fields(cls)}
-        return cls(**{name: _typed(name, value, known) for name, value in values.items()})
+        own = 'parameters of one engine go under "extra"'
+        return check(
+            cls, values,
+            lambda problem: ConfigError(
+                f"--preferred_sampling_params: {problem.text}",
+                hint=own if problem.hint is None else f"{problem.hint}; {own}",
+            ),
+        )  # fmt: skip
 
     @property
     def truncates(self) -> bool:
@@ -168,23 +170,3 @@ def _changes_distribution(name: str, value: Any) -> bool:
     if name == "temperature":
         return value is not None and bool(value < COLDEST)
     return bool(value) and name not in _NO_EFFECT and value not in _NEUTRAL.get(name, ())
-
-
-def _typed(name: str, value: Any, known: Mapping[str, Any]) -> Any:
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        raise ConfigError(
-            f"unknown sampling parameter {name!r}",
-            hint=f"did you mean {near[0]!r}?" if near else 'put parameters of one engine under "extra"',
-        )
-    # Compare text: annotations are not evaluated in this module.
-    kind = known[name].type
-    if kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if kind == "int" and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if name == "stop_token_ids" and isinstance(value, list) and all(type(item) is int for item in value):
-        return tuple(value)
-    if name == "extra" and isinstance(value, dict):
-        return value
-    raise ConfigError(f"sampling parameter {name} has a value of a wrong type: {value!r}")

@@ -12,30 +12,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
-from agentrl.base.validation import PositiveWhole, Text, broken, problems_of, validate, wrong
+from agentrl.base.validation import PositiveWhole, Text, broken, check, wrong
 from agentrl.documents.document import excerpt, shortened
 from agentrl.documents.images import Image, ImageRef, image_of_file, image_of_url
 from agentrl.documents.task import Slot, Task, sum_name, task_key
 from agentrl.errors import ImageError
 
-T = TypeVar("T")
-
 
 class BadTaskError(ValueError):
     """A task of the file cannot be loaded; the message is the reason."""
-
-
-def checked(kind: type[T], given: Any, *place: str | int) -> T:
-    """Return ``given``, which stands at ``place`` of a task, as ``kind``. Raises BadTaskError."""
-    try:
-        return validate(kind, given)
-    except ValidationError as error:
-        problem = problems_of(error, given, *place)[0]
-    raise BadTaskError(problem.text + (f" ({problem.hint})" if problem.hint else ""))
 
 
 def kind_of(value: Any) -> str:
@@ -548,7 +537,7 @@ def _fields(item: Mapping[str, Any]) -> tuple[_Fields, dict[str, Any]]:
             if value is not None:
                 given[key] = value
                 break
-    return checked(_Fields, given), rest
+    return check(_Fields, given, lambda problem: BadTaskError(str(problem))), rest
 
 
 _SHOWN_FIELDS: Final = 8

@@ -33,9 +33,8 @@ from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import EngineProcess, engine_command, free_port
 from agentrl.rollout.setup import live_engines
 from agentrl.store.evaluations import digest
-from agentrl.weights.folder import checksums, is_adapter
+from agentrl.weights.folder import checksums, is_adapter, merged_model
 from agentrl.weights.local_copy import LocalCopy, chain_to, is_in_place, weights_dir
-from agentrl.weights.merged import merged_model
 from agentrl.weights.storage import is_remote
 
 if TYPE_CHECKING:

@@ -17,6 +17,18 @@ from jsonschema.exceptions import best_match
 from referencing.exceptions import Unresolvable
 
 from agentrl.base.concurrency import within_cpu
+from agentrl.calls.prompts import (
+    Budget,
+    Chain,
+    Prompt,
+    answered_prefixes,
+    chain_of,
+    digest_after,
+    prefix_digests,
+    prompt_of,
+)
+from agentrl.calls.trace import end_model_call, gateway_call_span
+from agentrl.calls.turns import Turn, images_of, message_of, parse
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers.arguments import CHECK_SECONDS, validator_of
 from agentrl.chat.parsers.parser import (
@@ -46,9 +58,6 @@ from agentrl.gateway.request import (
     invalid,
 )
 from agentrl.inference.engine import Engine, EngineRefusedError, Generation, Progress, Router
-from agentrl.rollout.prompts import Budget, Chain, Prompt, chain_of, digest_after, prefix_digests, prompt_of
-from agentrl.rollout.trace import end_model_call, gateway_call_span
-from agentrl.rollout.trajectory_calls import PendingCall, images_of, message_of, parse
 from agentrl.store.mechanics.lease import renewed
 from agentrl.tools.tool import schema_name
 
@@ -74,22 +83,19 @@ class Chains:
         self._keys: dict[str, tuple[str, str]] = {}
         self._tokens = 0
 
-    async def longest(self, record_id: str, digests: Sequence[str]) -> tuple[int, Chain | None]:
-        """Return the longest of the conversations with ``digests`` that ends with an answer, and its number.
-
-        It counts from 1; without such a conversation it is 0.
-        """
-        if not digests:
+    async def longest(self, record_id: str, prefixes: Sequence[tuple[int, str]]) -> tuple[int, Chain | None]:
+        """Return length and conversation of the first of ``prefixes`` that a call ends; else 0, None."""
+        if not prefixes:
             return 0, None
-        chain = self._ends.get((record_id, digests[-1]))
+        length, digest = prefixes[0]
+        chain = self._ends.get((record_id, digest))
         if chain is not None:
             self._cached.move_to_end(chain.call)
-            return len(digests), chain
-        latest = await self._store.gateways.latest_after(record_id, digests)
-        for count in range(len(digests), 0, -1):
-            call = latest.get(digests[count - 1])
-            if call is not None:
-                return count, await self.get(record_id, str(call.call))
+            return length, chain
+        latest = await self._store.gateways.latest_after(record_id, [digest for _, digest in prefixes])
+        for length, digest in prefixes:
+            if (call := latest.get(digest)) is not None:
+                return length, await self.get(record_id, str(call.call))
         return 0, None
 
     async def get(self, record_id: str, call_id: str) -> Chain:
@@ -195,9 +201,7 @@ class RequestPrompts:
                 code="no_new_message",
             )
         digests = await aside(request.size, prefix_digests, messages, tools, request.role)
-        ends = [index + 1 for index, message in enumerate(messages) if message["role"] == "assistant"]
-        count, chain = await self.chains.longest(claim.record_id, [digests[end] for end in ends])
-        known = ends[count - 1] if count else 0
+        known, chain = await self.chains.longest(claim.record_id, answered_prefixes(messages, digests))
         prompt = await aside(request.size, prompt_of, self.chat_format, chain, known, messages, tools)
         return replace(prompt, digest=digests[-1])
 
@@ -594,14 +598,12 @@ class Answerer:
         claim, request = ask.claim, ask.request
         parsed = parse(self.chat_format, prompt, generation, request.tools)
         response, error = response_of(parsed, request, generation, ask.call, self.chat_format)
-        pending = PendingCall(
+        turn = Turn(
             record=claim.record_id, prompt=prompt, role=request.role, tools=request.tools, params=params,
-            generation=generation, response=response, error=error,
+            generation=generation, parsed=parsed, response=response, problem=error,
         )  # fmt: skip
         after = digest_after(prompt.digest, response)
         async with self.writing.setdefault(claim.record_id, asyncio.Lock()):
-            stored = await self.store.model_calls.answer(claim, pending.document(), ask.call, after)
-        messages, output = [*prompt.messages, response], list(generation.output_ids)
-        chain = Chain(stored.id, prompt.ids, output, messages, prompt.encoded, prompt.images)
-        self.prompts.chains.add(chain, (claim.record_id, after))
+            stored = await self.store.model_calls.answer(claim, turn.document(), ask.call, after)
+        self.prompts.chains.add(replace(turn.chain, call=stored.id), (claim.record_id, after))
         return stored

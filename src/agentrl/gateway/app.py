@@ -22,7 +22,8 @@ from starlette.routing import Route
 
 from agentrl.base.bounded_http import bind, for_own_hosts, server_config
 from agentrl.base.concurrency import end_tasks, wait_for_any
-from agentrl.chat.text_stream import TextStream
+from agentrl.calls.prompts import chain_of
+from agentrl.chat.chat_format import TextStream
 from agentrl.config.flags import names_in
 from agentrl.config.sampling import GatewayConfig, is_pattern
 from agentrl.data.finalize_group import describe_share
@@ -45,7 +46,6 @@ from agentrl.gateway.feedback import read_reward, require_rule, untrained
 from agentrl.gateway.pending import PendingAnswer, PendingAnswers
 from agentrl.gateway.request import Caller, Dialect, GatewayError, GatewayRequest, aside, dead_url, invalid
 from agentrl.rollout.agent_io import Endpoint, GatewayResult
-from agentrl.rollout.prompts import chain_of
 from agentrl.scoring.scorers import ScoreResult
 
 if TYPE_CHECKING:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BeforeValidator
 
 from agentrl.base.registry import Registry
 from agentrl.base.user_code import contain_call, describe
+from agentrl.base.validation import SettingsModel, wrong
 from agentrl.data.finalize_group import TRAIN_SPLIT
 from agentrl.documents.document import is_score, replace_surrogates, sanitize_bson
 from agentrl.documents.model_call import (
@@ -27,7 +31,7 @@ from agentrl.errors import (
     StoreUnavailableError,
     TrajectoryError,
 )
-from agentrl.gateway.dialects.fields import kind_of, short
+from agentrl.gateway.dialects.fields import checked, short
 from agentrl.gateway.request import GatewayError, invalid
 
 if TYPE_CHECKING:
@@ -90,7 +94,27 @@ def _chosen(rule: TrainRule, calls: Sequence[DispatchedSamplingTask]) -> list[in
     return list(rule(branches_of(calls)))
 
 
-_FIELDS = ("score", "call_rewards", "role_rewards", "details")
+def _finite(value: Any) -> float:
+    if isinstance(value, bool) or not is_score(value):
+        raise wrong("a finite number")
+    return float(value)
+
+
+Score = Annotated[float, BeforeValidator(_finite)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reward(SettingsModel):
+    score: Score
+    call_rewards: Mapping[str, Score] = field(default_factory=dict)
+    role_rewards: Mapping[str, Score] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Correction(SettingsModel):
+    corrected: str = ""
+    by: str = "user"
 
 
 async def read_reward(store: Store, record_id: str, body: Mapping[str, Any]) -> ReportedReward:
@@ -98,19 +122,12 @@ async def read_reward(store: Store, record_id: str, body: Mapping[str, Any]) -> 
 
     Raises GatewayError for a value that is not a finite number, and for the id of no answer.
     """
-    unknown = sorted(set(body) - set(_FIELDS))
-    if unknown:
-        raise invalid(f"a reward has no field {short(unknown[0])}: {', '.join(_FIELDS)}", unknown[0])
-    details = body.get("details") or {}
-    rewards = body.get("call_rewards") or {}
-    roles = body.get("role_rewards") or {}
-    for name, value in (("details", details), ("call_rewards", rewards), ("role_rewards", roles)):
-        if not isinstance(value, dict):
-            raise invalid(f"{name} is {kind_of(value)}; it must be an object", name)
-        for key in value:
-            if replace_surrogates(key) != key:
-                raise invalid(f"{name} names {short(key)}, which has a lone surrogate", name)
-    by_answer = {key.rpartition("-")[2].rpartition("_")[2]: key for key in rewards}
+    # First: pydantic cannot name a key that UTF-8 cannot hold.
+    for name in (*body, *(key for value in body.values() if isinstance(value, dict) for key in value)):
+        if replace_surrogates(name) != name:
+            raise invalid(f"a reward has the key {short(name)}, which has a lone surrogate", "body")
+    given = checked(_Reward, body)
+    by_answer = {key.rpartition("-")[2].rpartition("_")[2]: key for key in given.call_rewards}
     calls = await store.gateways.by_answer(record_id, list(by_answer))
     turn_rewards = {}
     for answer_id, key in by_answer.items():
@@ -119,15 +136,15 @@ async def read_reward(store: Store, record_id: str, body: Mapping[str, Any]) -> 
             raise invalid(
                 f"call_rewards names {short(key)}, which is not the id of an answer", "call_rewards"
             )
-        turn_rewards[request.call.rpartition("/")[2]] = _number(rewards[key], f"call_rewards[{short(key)}]")
-    for role in roles:
+        turn_rewards[request.call.rpartition("/")[2]] = given.call_rewards[key]
+    for role in given.role_rewards:
         if (problem := role_problem(role)) is not None:
             raise invalid(problem, "role_rewards")
     return ReportedReward(
-        score=_number(body.get("score"), "score"),
-        details=sanitize_bson(details),
+        score=given.score,
+        details=sanitize_bson(given.details),
         turn_rewards=turn_rewards,
-        role_rewards={role: _number(value, f"role_rewards[{role}]") for role, value in roles.items()},
+        role_rewards=dict(given.role_rewards),
     )
 
 
@@ -139,17 +156,17 @@ async def give_feedback(store: Store, name: str, body: Mapping[str, Any]) -> Non
     until the trajectory is scored. Raises GatewayError for a bad value, for an unknown id, and for a
     trajectory that has a score or has failed.
     """
-    corrected, by = body.get("corrected"), body.get("by", "user")
-    for field, value in (("corrected", corrected or ""), ("by", by)):
-        if not isinstance(value, str):
-            raise invalid(f"{field} is {kind_of(value)}", field)
+    own = {key: body[key] for key in ("corrected", "by") if key in body}
+    said = checked(_Correction, own)
     record = name if "/" in name else record_key(task_key(TRAIN_SPLIT, CONVERSATIONS, name), 0, 1)
-    rest = {key: value for key, value in body.items() if key not in ("corrected", "by")}
+    rest = {key: value for key, value in body.items() if key not in own}
     reward = await read_reward(store, record, rest)
     try:
         status = await store.conversations.give_feedback(record, reward)
-        if corrected:
-            await store.labels.put(record, by=by, label="corrected", note=corrected, score=reward.score)
+        if said.corrected:
+            await store.labels.put(
+                record, by=said.by, label="corrected", note=said.corrected, score=reward.score
+            )
     except ConfigError as error:
         raise invalid(error.message, "corrected") from error
     except (StoreUnavailableError, StoreDeniedError):
@@ -163,9 +180,3 @@ async def give_feedback(store: Store, name: str, body: Mapping[str, Any]) -> Non
             "invalid", f"{short(name)} is {status}: it takes no more feedback", code="too_late", param="id",
             hint="a Label with a score and `agentrl db rescore --from_labels` change a score",
         )  # fmt: skip
-
-
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not is_score(value):
-        raise invalid(f"{name} is {short(value)}; it must be a finite number", name)
-    return float(value)

@@ -10,13 +10,13 @@ from contextlib import suppress
 from typing import Any
 
 from agentrl.base.concurrency import end_tasks
+from agentrl.calls.prompts import Prompt
 from agentrl.config.sampling import GatewayConfig
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import GatewayCall, GatewayCallStatus, GatewaySession
 from agentrl.errors import StoreError
 from agentrl.gateway.answerer import Answerer, Ask
 from agentrl.gateway.request import Caller, GatewayError, GatewayRequest, dead_url
-from agentrl.rollout.prompts import Prompt
 from agentrl.store.gateways import CallRequest
 
 _FIRST_LOOK, _LONGEST_LOOK = 0.02, 0.5

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
-from agentrl.chat.chat_format import Message
-from agentrl.chat.text_stream import Delta
+from agentrl.chat.chat_format import Delta, Message
 from agentrl.documents.record import GatewaySession
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim

@@ -41,6 +41,7 @@ from agentrl.documents.document import replace_surrogates, sanitize_bson
 from agentrl.documents.record import Failure, GatewaySession
 from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.documents.task import CONVERSATIONS, FEEDBACK, Claim, record_key, task_key
+from agentrl.documents.task_json import kind_of
 from agentrl.errors import AgentRLError, LeaseLostError, StoreError, TrajectoryError
 from agentrl.gateway.answerer import Answerer
 from agentrl.gateway.app import (
@@ -55,7 +56,7 @@ from agentrl.gateway.app import (
     require_reward_key,
     token_digest,
 )
-from agentrl.gateway.dialects.fields import kind_of, load_body, short
+from agentrl.gateway.dialects.fields import load_body, short
 from agentrl.gateway.feedback import give_feedback, require_rule
 from agentrl.gateway.request import GatewayError, invalid
 from agentrl.observe.begin_run import begin_model, begin_run

@@ -97,6 +97,8 @@ class EncodedIds:
     def __init__(self, first: FirstPrompts = _FIRST) -> None:
         self._first = first
         self._ids: list[int] = []
+        self._vocab_size = 0
+        """What ``_ids`` were checked for."""
         self._json = b"[]"
 
     def update(self, ids: Sequence[int], vocab_size: int) -> bytes:
@@ -108,7 +110,8 @@ class EncodedIds:
             raise EngineRefusedError("a generation needs at least one input id")
         known = len(self._ids)
         prompt = ids if isinstance(ids, list) else list(ids)
-        if known == 0 or prompt[:known] != self._ids:
+        # Check all ids again for an engine with fewer: the next call may go to another one.
+        if vocab_size < self._vocab_size or prompt[:known] != self._ids:
             known = 0
         if known == 0:
             self._json = self._first.encode(prompt, vocab_size)
@@ -116,7 +119,7 @@ class EncodedIds:
             _check(new, vocab_size)
             # Join views: a slice of bytes would copy the whole conversation once more each turn.
             self._json = b"".join((memoryview(self._json)[:-1], b",", memoryview(orjson.dumps(new))[1:]))
-        self._ids = prompt
+        self._ids, self._vocab_size = prompt, vocab_size
         return self._json
 
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -23,8 +24,7 @@ from agentrl.config.schema import AdapterConfig, EngineConfig, ModelConfig, RunC
 from agentrl.documents.run import InferenceService, LiveShare, LiveWeights, PolicyVersion
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import AgentRLError, ConfigError, EngineError, PublishError
-from agentrl.inference.client import EngineClient
-from agentrl.inference.control import EngineControl, EngineLoad
+from agentrl.inference.client import EngineClient, EngineLoad
 from agentrl.inference.engine import EngineRefusedError, adapter_name, known_format
 from agentrl.inference.engines.clients import AttachedEngine, engine_client
 from agentrl.inference.engines.commands import (
@@ -36,13 +36,15 @@ from agentrl.inference.engines.commands import (
 )
 from agentrl.inference.http import EngineHttp
 from agentrl.store.mechanics.retry import log_store_errors, retry_outages
-from agentrl.weights.folder import verify
+from agentrl.weights.folder import MERGED, merged_model, verify
 from agentrl.weights.local_copy import LocalCopy, chain_to, weights_dir
-from agentrl.weights.merged import MERGED, merged_model
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
     from agentrl.weights.live import GroupBackend, WeightRequests
+
+
+log = logging.getLogger(__name__)
 
 
 class PartlyLoadedError(EngineError):
@@ -52,7 +54,7 @@ class PartlyLoadedError(EngineError):
 class LiveLoader:
     """Loads live versions into one engine, which is paused meanwhile."""
 
-    def __init__(self, client: EngineControl) -> None:
+    def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._requests: dict[tuple[str, int], WeightRequests] = {}
         """By the address of a rank of the trainer."""
@@ -100,7 +102,7 @@ class LiveLoader:
         address = (host, int(share.port or 0))
         if (requests := self._requests.get(address)) is None:
             requests = await asyncio.to_thread(WeightRequests, *address, backend)
-            self._requests = {**self._requests, address: requests}
+            self._requests[address] = requests
         transfer = await asyncio.to_thread(requests.ask, share.name)
         if transfer.is_new:
             await self._client.join_group(transfer.group, *address, backend)
@@ -128,8 +130,6 @@ def is_reachable(live: LiveWeights) -> bool:
         for share in live.shares
     )
 
-
-log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 10.0
 """Time between two looks whether the router still knows the engine."""
@@ -178,148 +178,87 @@ _KEPT = 4
 _LEAVE_SECONDS = 10.0
 
 
-class ServedAdapters:
-    """The adapters of one run in one engine, whose whole weights are version ``whole``."""
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What an engine serves, as its heartbeats report it."""
+
+    version: int
+    """The policy version: that of the adapter, or of the whole weights."""
+    whole: int | None
+    """The version of the whole weights; None while the trainer has their memory."""
+    adapter: str | None = None
+    """The adapter that requests must name; None while the engine serves whole weights."""
+
+
+class ServedWeights:
+    """The weights of one engine: fetches versions to its host, and loads them.
+
+    A version is fetched while requests run. The engine is paused for ``load`` alone, and not for an adapter.
+    """
 
     def __init__(
         self,
-        client: EngineControl,
+        client: EngineClient,
+        store: Store,
         copy: LocalCopy,
         *,
         run_name: str,
-        whole: int = 0,
+        version: int = 0,
         folder: str = "",
         why_merged: str | None = None,
         is_shared: bool = False,
     ) -> None:
-        """``folder`` has the weights of ``whole``. ``why_merged`` says why the engine loads no adapters.
+        """The engine starts with the whole weights ``version`` in ``folder``.
 
-        A shared engine belongs to another process: it gets adapters only.
+        ``why_merged`` says why the engine loads no adapters. A shared engine belongs to another process: it
+        gets adapters only.
         """
-        self.name: str | None = None
-        """The adapter that requests must name; None while the engine serves whole weights."""
-        self.whole: int | None = whole
-        """None if the engine has lost its weights."""
-        self._client = client
-        self._copy = copy
-        self._folders = {whole: folder}
-        self._run_name = run_name
-        self._why_merged = why_merged
-        self._is_shared = is_shared
-        self._loaded: list[str] = []
-        self._merged: Path | None = None
-        self._unloading: set[asyncio.Task[None]] = set()
-
-    def pauses(self, version: PolicyVersion) -> bool:
-        """Return whether the engine must be paused while ``version`` is loaded: its whole weights change."""
-        is_adapter = version.encoding == "adapter" and self._why_merged is None
-        return not is_adapter or version.base != self.whole
-
-    def check(self, version: PolicyVersion) -> None:
-        """Raise PublishError for whole weights that a shared engine would have to load."""
-        if self._is_shared and self.pauses(version):
-            raise PublishError(
-                "it has other whole weights than the engine, which other runs may use",
-                hint="train an adapter of the engine's model (--lora_rank), or serve this run without"
-                " --engine_url",
-            )
-
-    async def fetch(self, store: Store, version: PolicyVersion) -> None:
-        """Merge ``version``, which is in the copy, if the engine needs that. Raises ModelError."""
-        if version.encoding != "adapter" or self._why_merged is None:
-            return
-        if self._merged is None:
-            log.info("adapters are merged into whole weights for this engine: %s", self._why_merged)
-        base = (await chain_to(store, version))[0]
-        try:
-            folder = Path((await self._copy.hold(store, version))[1])
-            model = self._folders.get(base.id) or base.location
-            merged = await merged_model(folder, model, MERGED / self._run_name)
-        finally:
-            self._copy.release()
-        if self._merged not in (None, merged):
-            await asyncio.to_thread(shutil.rmtree, self._merged, ignore_errors=True)
-        self._merged = merged
-
-    async def load(self, store: Store, version: PolicyVersion) -> None:
-        """Load the adapter ``version``, and before it its base if the engine has another one.
-
-        Running requests keep the adapter that they began with. Raises EngineError.
-        """
-        if self._merged is not None:
-            await self._client.update_weights(str(self._merged), version.id)
-            self.whole = version.id
-            return
-        base = (await chain_to(store, version))[0]
-        name = adapter_name(self._run_name, version.id)
-        try:
-            if base.id != self.whole:
-                # Name no adapter while its base changes: heartbeats go out meanwhile, and samplers read them.
-                self.name = None
-                folder = self._folders.get(base.id) or (await self._copy.hold(store, base))[1]
-                await self._client.update_weights(folder, base.id)
-                self.whole = base.id
-            loaded = await self._client.load_adapter(name, (await self._copy.hold(store, version))[1])
-        finally:
-            self._copy.release()
-        self.name = name
-        self._loaded = [*(each for each in self._loaded if each != name), name][-_KEPT:]
-        for each in loaded - set(self._loaded):
-            # Unload this run's alone: a shared engine has the adapters of other runs too.
-            if each.rpartition("@")[0] == self._run_name:
-                task = asyncio.create_task(self._unload(each))  # SGLang waits for the adapter's requests
-                self._unloading.add(task)
-                task.add_done_callback(self._unloading.discard)
-
-    async def leave(self) -> None:
-        """Unload this run's adapters from a shared engine; another engine ends with this process."""
-        if self._is_shared:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LEAVE_SECONDS):
-                    await asyncio.gather(*map(self._unload, self._loaded))
-
-    async def _unload(self, name: str) -> None:
-        with contextlib.suppress(EngineError):
-            await self._client.unload_adapter(name)
-
-
-class ServedWeights:
-    """The weights of one engine. The engine is paused for ``load`` alone, and not for an adapter."""
-
-    def __init__(
-        self,
-        client: EngineControl,
-        store: Store,
-        copy: LocalCopy,
-        adapters: ServedAdapters,
-        *,
-        loaded: int = 0,
-    ) -> None:
-        """``loaded`` is the version that the engine starts with, in ``copy`` unless it is loaded in place."""
-        self.adapters = adapters
+        self.loaded = Loaded(version, version)
+        self.folder = folder
+        self.needs_full = False
+        """Whether the version that was fetched last needs a delta that is damaged or missing."""
+        self._first = version
         self._client = client
         self._store = store
         self._copy = copy
-        self._loaded = loaded
+        self._run_name = run_name
+        self._why_merged = why_merged
+        self._is_shared = is_shared
+        self._live = LiveLoader(client)
         self._ready: dict[int, PolicyVersion] = {}
         """By the version that was fetched last: what can be loaded for it."""
-        self.needs_full = False
-        """Whether the version that was fetched last needs a delta that is damaged or missing."""
-        self._live = LiveLoader(client)
         self._takes_deltas = True
         """Whether the engine changes elements of its weights in place: the local one, until it refuses."""
         self._prepared: int | None = None
         """The version for which the engine has read the changed elements."""
         self._ahead: PolicyVersion | None = None
         """The version to which the engine has changed its weights while the copy stayed behind."""
+        self._merged: Path | None = None
+        self._adapters: list[str] = []
+        """This run's adapters in the engine, the newest last."""
+        self._unloading: set[asyncio.Task[None]] = set()
 
     def started(self) -> None:
         """Let the copy change: the engine has read it."""
         self._copy.release()
 
+    def pauses(self, version: PolicyVersion) -> bool:
+        """Return whether the engine must be paused while ``version`` is loaded: its whole weights change."""
+        is_adapter = version.encoding == "adapter" and self._why_merged is None
+        return not is_adapter or version.base != self.loaded.whole
+
     async def fetch(self, version: PolicyVersion) -> None:
-        """Make ``version`` ready to be loaded. Raises PublishError if it is damaged, or out of reach."""
-        self.adapters.check(version)
+        """Make ``version`` ready to be loaded.
+
+        Raises PublishError if it is damaged or out of reach, or has other whole weights than a shared engine,
+        and ModelError if it cannot be merged.
+        """
+        if self._is_shared and self.pauses(version):
+            raise PublishError(
+                "it has other whole weights than the engine, which other runs may use",
+                hint="train an adapter of the engine's model (--lora_rank), or serve this run without"
+                " --engine_url",
+            )
         if self._is_live(version):
             return  # it comes from the trainer's memory when it is loaded
         if not version.is_stored:
@@ -332,23 +271,24 @@ class ServedWeights:
             return
         try:
             ready = await self._copy.bring(self._store, version)
-            if ready.id <= self._loaded < version.id:
+            if ready.id <= self.loaded.version < version.id:
                 raise PublishError(f"it cannot be had, and the newest that can is version {ready.id}")
         except PublishError:
             self.needs_full = version.encoding == "delta"
             raise
         self._ready, self.needs_full = {version.id: ready}, ready.id < version.id
-        await self.adapters.fetch(self._store, ready)
+        if ready.encoding == "adapter" and self._why_merged is not None:
+            await self._merge(ready, self._why_merged)
 
     async def _prepare(self, version: PolicyVersion) -> bool:
         """Let the engine read what a delta changes in its weights; return False if it does not."""
-        self._prepared = None
-        if not self._takes_deltas:
+        self._prepared, whole = None, self.loaded.whole
+        if not self._takes_deltas or whole is None:
             return False
         try:
-            files = await self._copy.hold_deltas(self._store, version, self._loaded)
+            files = await self._copy.hold_deltas(self._store, version, whole)
             if files:
-                await self._client.prepare_delta(files, self._loaded)
+                await self._client.prepare_delta(files, whole)
                 self._prepared = version.id
         except PublishError as error:
             log.debug("the copy is brought to version %d instead: %s", version.id, error.message)
@@ -358,6 +298,129 @@ class ServedWeights:
         finally:
             self._copy.release()
         return self._prepared is not None
+
+    async def _merge(self, version: PolicyVersion, why: str) -> None:
+        """Merge the adapter ``version``, which is in the copy, into its base."""
+        if self._merged is None:
+            log.info("adapters are merged into whole weights for this engine: %s", why)
+        base = (await chain_to(self._store, version))[0]
+        try:
+            _, adapter = await self._copy.hold(self._store, version)
+            model = (self.folder if base.id == self._first else "") or base.location
+            merged = await merged_model(Path(adapter), model, MERGED / self._run_name)
+        finally:
+            self._copy.release()
+        if self._merged not in (None, merged):
+            await asyncio.to_thread(shutil.rmtree, self._merged, ignore_errors=True)
+        self._merged = merged
+
+    async def load(self, version: PolicyVersion) -> None:
+        """Load ``version``, which was fetched, and note in ``loaded`` what the engine serves then.
+
+        It serves another version if the copy that this host's engines share holds another one, and after a
+        failure that left the engine with a part of ``version``. Raises PublishError or EngineError; the
+        engine then keeps its weights, unless it is a PartlyLoadedError.
+        """
+        if version.encoding == "adapter":
+            await self._load_adapter(version)
+            return
+        if self._is_live(version):
+            try:
+                await self._live.load(version)
+            except PartlyLoadedError as error:
+                log.error("version %d arrived in part: %s", version.id, error.message)
+                await self._restore(error)
+                return
+            except (PublishError, EngineError) as error:
+                if not version.is_stored:
+                    raise
+                log.warning("version %d comes from the disk: %s", version.id, error.message)
+                await self._copy.bring(self._store, version)
+            else:
+                self.loaded = Loaded(version.id, version.id)
+                return
+        if self._prepared == version.id:
+            self._prepared = None
+            try:
+                await self._client.apply_delta(version.id)
+            except EngineError as error:
+                log.warning("version %d comes from the copy: %s", version.id, error.message)
+            else:
+                self._ahead, self.loaded = version, Loaded(version.id, version.id)
+                return
+        ready = self._ready.get(version.id, version)
+        await self._load_folder(*await self._copy.hold(self._store, ready))
+
+    async def _load_folder(self, version: PolicyVersion, folder: str) -> None:
+        """Load the whole weights ``version`` from ``folder``, then release the copy."""
+        try:
+            await self._client.update_weights(folder, version.id)
+        finally:
+            self._copy.release()
+        self.loaded = Loaded(version.id, version.id)
+
+    async def _load_adapter(self, version: PolicyVersion) -> None:
+        """Load an adapter, and before it its base if the engine has another one.
+
+        Running requests keep the adapter that they began with.
+        """
+        if self._merged is not None:
+            await self._client.update_weights(str(self._merged), version.id)
+            self.loaded = Loaded(version.id, version.id)
+            return
+        base = (await chain_to(self._store, version))[0]
+        name = adapter_name(self._run_name, version.id)
+        try:
+            if base.id != self.loaded.whole:
+                # Name no adapter while its base changes: heartbeats go out meanwhile, and samplers read them.
+                self.loaded = replace(self.loaded, adapter=None)
+                folder = self.folder if base.id == self._first else ""
+                folder = folder or (await self._copy.hold(self._store, base))[1]
+                await self._client.update_weights(folder, base.id)
+                self.loaded = replace(self.loaded, whole=base.id)
+            _, folder = await self._copy.hold(self._store, version)
+            in_engine = await self._client.load_adapter(name, folder)
+        finally:
+            self._copy.release()
+        self.loaded = Loaded(version.id, base.id, name)
+        self._adapters = [*(each for each in self._adapters if each != name), name][-_KEPT:]
+        for each in in_engine - set(self._adapters):
+            # Unload this run's alone: a shared engine has the adapters of other runs too.
+            if each.rpartition("@")[0] == self._run_name:
+                task = asyncio.create_task(self._unload(each))  # SGLang waits for the adapter's requests
+                self._unloading.add(task)
+                task.add_done_callback(self._unloading.discard)
+
+    async def _restore(self, error: PartlyLoadedError) -> None:
+        """Load the newest stored version in place of a mixture; raise ``error`` if that fails too."""
+        try:
+            stored = await _hold_newest(self._store, self._copy, None)
+            if stored is None:
+                raise error
+            whole, folder, adapter = stored
+            await self._load_folder(whole, folder)
+            if adapter is not None:
+                await self.load(adapter)
+        except (PublishError, EngineError) as failure:
+            raise error from failure
+
+    def _is_live(self, version: PolicyVersion) -> bool:
+        """Return whether ``version`` may come from the trainer's memory."""
+        return version.live is not None and self._client.takes_live_weights and is_reachable(version.live)
+
+    async def release_memory(self) -> None:
+        """Give the engine's memory back to the system; ``reload`` brings the weights again."""
+        await self._client.release_memory()
+        # Forget the whole weights: an adapter needs its base again, and no delta can change them.
+        self.loaded = replace(self.loaded, whole=None)
+
+    async def reload(self, version: PolicyVersion | None) -> None:
+        """Load ``version``, or the weights with which the engine started, after ``release_memory``."""
+        if version is not None:
+            await self.load(version)
+        else:
+            await self._client.update_weights(self.folder, self._first)
+            self.loaded = Loaded(self._first, self._first)
 
     async def keep_up(self) -> None:
         """Bring the copy to the version that the engine has by deltas: others read it, and a restart does."""
@@ -371,69 +434,16 @@ class ServedWeights:
             self.needs_full = True
             log.warning("the copy stays behind version %d: %s", version.id, error.message)
 
-    async def load(self, version: PolicyVersion) -> int:
-        """Load ``version``, which was fetched; return the number of the version that is served then.
+    async def leave(self) -> None:
+        """Unload this run's adapters from a shared engine; another engine ends with this process."""
+        if self._is_shared:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LEAVE_SECONDS):
+                    await asyncio.gather(*map(self._unload, self._adapters))
 
-        It is another one if the copy that this host's engines share holds another one, and after a failure
-        that left the engine with a part of ``version``. Raises PublishError or EngineError; the engine then
-        keeps its weights, unless it is a PartlyLoadedError.
-        """
-        if version.encoding == "adapter":
-            await self.adapters.load(self._store, version)
-            return version.id
-        if self._is_live(version):
-            try:
-                await self._live.load(version)
-            except PartlyLoadedError as error:
-                log.error("version %d arrived in part: %s", version.id, error.message)
-                return await self._restore(error)
-            except (PublishError, EngineError) as error:
-                if not version.is_stored:
-                    raise
-                log.warning("version %d comes from the disk: %s", version.id, error.message)
-                await self._copy.bring(self._store, version)
-            else:
-                return self._note_whole(version.id)
-        if self._prepared == version.id:
-            self._prepared = None
-            try:
-                await self._client.apply_delta(version.id)
-            except EngineError as error:
-                log.warning("version %d comes from the copy: %s", version.id, error.message)
-            else:
-                self._ahead = version
-                return self._note_whole(version.id)
-        ready = self._ready.get(version.id, version)
-        return await self._load_held(*await self._copy.hold(self._store, ready))
-
-    async def _load_held(self, version: PolicyVersion, folder: str) -> int:
-        try:
-            await self._client.update_weights(folder, version.id)
-        finally:
-            self._copy.release()
-        return self._note_whole(version.id)
-
-    def _note_whole(self, version: int) -> int:
-        """Note that the engine has the whole weights of ``version``; return it."""
-        self._loaded = self.adapters.whole = version
-        self.adapters.name = None
-        return version
-
-    def _is_live(self, version: PolicyVersion) -> bool:
-        """Return whether ``version`` may come from the trainer's memory."""
-        return version.live is not None and self._client.takes_live_weights and is_reachable(version.live)
-
-    async def _restore(self, error: PartlyLoadedError) -> int:
-        """Load the newest stored version in place of a mixture; raise ``error`` if that fails too."""
-        try:
-            stored = await _hold_newest(self._store, self._copy, None)
-            if stored is None:
-                raise error
-            whole, folder, adapter = stored
-            await self._load_held(whole, folder)
-            return whole.id if adapter is None else await self.load(adapter)
-        except (PublishError, EngineError) as failure:
-            raise error from failure
+    async def _unload(self, name: str) -> None:
+        with contextlib.suppress(EngineError):
+            await self._client.unload_adapter(name)
 
 
 async def starting_weights(
@@ -505,15 +515,13 @@ class ServedEngine:
         config: EngineConfig,
         *,
         service_id: str,
-        folder: str,
-        version: int,
         weights: ServedWeights,
         first: PolicyVersion | None = None,
         lease: DeviceLease | None = None,
     ) -> None:
         """``lease`` is the held one of a device that the trainer uses too; None for a device of its own.
 
-        ``first`` is an adapter of the ``version`` in ``folder``, loaded before samplers send requests.
+        ``first`` is an adapter of the whole weights of ``weights``, loaded before samplers send requests.
         """
         self._store = store
         self._client = client
@@ -521,8 +529,6 @@ class ServedEngine:
         self._process = process
         self._config = config
         self._id = service_id
-        self._folder = folder
-        self._version = version
         self._status = ServiceStatus.STARTING
         self._front = None if config.router_url is None else FrontRouter(config.router_url)
         self._load = EngineLoad(requests=0)
@@ -545,12 +551,12 @@ class ServedEngine:
             id=self._id,
             url=self._client.url,
             engine=self._config.engine,
-            model=self._folder,
-            policy_version=self._version,
+            model=self._weights.folder,
+            policy_version=self._weights.loaded.version,
             host=socket.gethostname(),
             pid=self._process.pid,
             instance=self._process.instance,
-            tokenizer=await asyncio.to_thread(tokenizer_fingerprint, self._folder),
+            tokenizer=await asyncio.to_thread(tokenizer_fingerprint, self._weights.folder),
         )
         await self._store.services.register(service)
         try:
@@ -576,13 +582,13 @@ class ServedEngine:
         await self._process.wait_ready(self._client, self._config.engine_start_seconds)
         self._weights.started()
         if not isinstance(self._process, AttachedEngine):
-            await self._client.set_version(self._version)
+            await self._client.set_version(self._weights.loaded.version)
         if self._fetched is not None:
             await self._weights.fetch(self._fetched)
-            self._version = await self._weights.load(self._fetched)
+            await self._weights.load(self._fetched)
         self._context_length = (await self._client.model_info()).context_length
         self._status = ServiceStatus.READY
-        log.info("engine is ready at %s with version %d", self._client.url, self._version)
+        log.info("engine is ready at %s with version %d", self._client.url, self._weights.loaded.version)
         await self._report()
 
     async def _watch_process(self) -> None:
@@ -604,12 +610,13 @@ class ServedEngine:
                 # Bound the question: a slow answer must not delay the heartbeat that keeps the engine listed.
                 async with asyncio.timeout(self._config.heartbeat_seconds):
                     self._load = await self._client.load()
+        loaded = self._weights.loaded
         with log_store_errors(log, "no heartbeat; the engine keeps running"):
             await self._store.services.beat(
                 self._id,
                 status=self._status,
-                policy_version=self._version,
-                adapter=self._weights.adapters.name,
+                policy_version=loaded.version,
+                adapter=loaded.adapter,
                 running_requests=self._load.requests,
                 running_tokens=self._load.tokens,
                 context_length=self._context_length,
@@ -621,7 +628,7 @@ class ServedEngine:
         """Load each newer version; one that could not be fetched is tried again."""
         from agentrl.weights.publish import newer_versions
 
-        newest = self._version
+        newest = self._weights.loaded.version
         while True:
             with log_store_errors(log, "published versions cannot be read; retrying"):
                 async for version in newer_versions(
@@ -631,7 +638,7 @@ class ServedEngine:
                     if not await self.update(version):
                         await self._store.wait_for_change("PolicyVersion", timeout=_REFETCH_SECONDS)
                         # Begin again behind the served version: the iteration is past the failed one.
-                        newest = self._version
+                        newest = self._weights.loaded.version
                         break
             await asyncio.sleep(_FOLLOW_POLL_SECONDS)
 
@@ -648,29 +655,29 @@ class ServedEngine:
                 self._fetched = version
             is_fetched = True
             async with self._turn:
-                if self._version != version.id:  # the end of the trainer's turn may have loaded it
+                if self._weights.loaded.version != version.id:  # a turn of the trainer may have loaded it
                     # Ask who answers: once an engine has died, another server may listen at its port.
                     await self._client.check_instance(self._process.instance)
-                    pauses = self._weights.adapters.pauses(version)
-                    self._version = await (self._switch if pauses else self._weights.load)(version)
+                    pauses = self._weights.pauses(version)
+                    await (self._switch if pauses else self._weights.load)(version)
         except AgentRLError as error:
             self._detail = f"version {version.id} refused: {error.message}"
-            log.error("%s; still serving version %d", self._detail, self._version)
+            log.error("%s; still serving version %d", self._detail, self._weights.loaded.version)
         else:
             self._detail = None
-            log.info("serving version %d", self._version)
+            log.info("serving version %d", self._weights.loaded.version)
         await self._report()
         # Write the copy after the report: samplers wait for the version, and nobody waits for the copy.
         await self._weights.keep_up()
         return is_fetched
 
-    async def _switch(self, version: PolicyVersion) -> int:
-        """Load ``version`` while the engine is paused; return the version that it serves then."""
+    async def _switch(self, version: PolicyVersion) -> None:
+        """Load ``version`` while the engine is paused."""
         self._status = ServiceStatus.UPDATING
         try:
             # Retract: keys and values that stay in place are of the old weights, and change later logprobs.
             await self._client.pause("retract")
-            return await self._weights.load(version)
+            await self._weights.load(version)
         except PartlyLoadedError:
             log.error("the engine holds a mixture of two versions; it ends now")
             await self._process.stop()
@@ -694,11 +701,15 @@ class ServedEngine:
                 try:
                     await self._client.check_instance(self._process.instance)
                     await self._client.pause("abort")
-                    await self._client.release_memory()
+                    await self._weights.release_memory()
                     lease.release()
                     await lease.acquire()
                     await self._client.resume_memory("weights")
-                    await self._reload()
+                    async with self._fetching:
+                        version = self._weights.loaded.version
+                        if self._fetched is None and version:  # the copy that was loaded may have changed
+                            self._fetched = await self._store.policy_versions.get(version)
+                        await self._weights.reload(self._fetched)
                     await self._client.resume_memory("kv_cache")
                 except (EngineError, PublishError) as error:
                     log.error("the engine does not take turns with the trainer, and ends: %s", error.message)
@@ -707,18 +718,6 @@ class ServedEngine:
                 await self._resume()
                 self._status, self._detail = ServiceStatus.READY, before
             await self._report()
-
-    async def _reload(self) -> None:
-        """Load the newest version that was fetched, or the one that the engine started with."""
-        async with self._fetching:
-            if self._fetched is None and self._version:  # the copy of it that was loaded may have changed
-                self._fetched = await self._store.policy_versions.get(self._version)
-            if self._fetched is None:
-                await self._client.update_weights(self._folder, self._version)
-            else:
-                # Forget the whole weights: the engine gave up its memory, so an adapter needs its base again.
-                self._weights.adapters.whole = None
-                self._version = await self._weights.load(self._fetched)
 
     async def _resume(self) -> None:
         """Resume the engine; end it if it is still paused after ``_RESUME_TRIES`` attempts."""
@@ -771,17 +770,23 @@ async def _serve(store: Store, configs: Configs) -> None:
     await begin_model(store, model.model_name_or_path, "serve")
     copy = LocalCopy(await weights_dir(store, config.weights_dir))
     version, folder, first = await starting_weights(store, model, copy)
-    lora = await _adapter_of(store, configs)
+    lora, stored = configs[AdapterConfig], (await store.settings.all()).get("adapter")
+    if not lora.lora_rank and stored is not None:  # the trainer was given it
+        lora = AdapterConfig(**stored.values)
     port = config.port or free_port(config.host)
     host = socket.getfqdn() if config.host in ("0.0.0.0", "::") else config.host  # as samplers reach it
     client = engine_client(config.engine, config.engine_url or f"http://{host}:{port}", _UPDATE_SECONDS)
     is_shared = config.engine_url is not None
-    adapters = ServedAdapters(
-        client, copy, run_name=run.run_name, whole=version, folder=folder, is_shared=is_shared,
+    weights = ServedWeights(
+        client, store, copy, run_name=run.run_name, version=version, folder=folder, is_shared=is_shared,
         why_merged=None if is_shared else why_merged(config.engine, folder, lora, has_gpu=has_gpu()),
     )  # fmt: skip
     service_id = f"{socket.gethostname().split('.')[0]}-{urlsplit(client.url).port}-{uuid.uuid4().hex[:6]}"
-    lease = await _device_lease(run) if config.is_colocated else None
+    lease = None
+    if config.is_colocated:
+        devices = leased_devices(run.output)
+        lease = DeviceLease(devices, f"the engine of run {run.run_name}", shared=not has_gpu())
+        await lease.acquire()
     process: EngineProcess | AttachedEngine
     if is_shared:
         process = await AttachedEngine.find(client, folder, config.engine_start_seconds)
@@ -791,29 +796,14 @@ async def _serve(store: Store, configs: Configs) -> None:
         # The engine has the locks too: the device is free when it has ended, also if this process is killed.
         process = EngineProcess(command, log_file, () if lease is None else lease.locks)
     served = ServedEngine(
-        store, client, process, config, service_id=service_id, folder=folder, version=version, lease=lease,
-        weights=ServedWeights(client, store, copy, adapters, loaded=version), first=first,
+        store, client, process, config, service_id=service_id, weights=weights, first=first, lease=lease
     )  # fmt: skip
     try:
         await _until_signal(served.run)
     finally:
-        await adapters.leave()
+        await weights.leave()
         await client.close()
         await process.stop()
-
-
-async def _adapter_of(store: Store, configs: Configs) -> AdapterConfig:
-    """Return the adapter that the run trains: that of the flags, or the one that its trainer has stored."""
-    config = configs[AdapterConfig]
-    stored = (await store.settings.all()).get("adapter")
-    return config if config.lora_rank or stored is None else AdapterConfig(**stored.values)
-
-
-async def _device_lease(run: RunConfig) -> DeviceLease:
-    """Wait for the devices that the trainer uses too, and hold them."""
-    lease = DeviceLease(leased_devices(run.output), f"the engine of run {run.run_name}", shared=not has_gpu())
-    await lease.acquire()
-    return lease
 
 
 async def _until_signal(work: Callable[[], Awaitable[None]]) -> None:

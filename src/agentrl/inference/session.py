@@ -13,11 +13,10 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.base.concurrency import Backoff, end_tasks
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.columns.outages import Outages
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import (
     ExpertShape,
@@ -49,6 +48,9 @@ from agentrl.inference.engine import (
 )
 from agentrl.inference.engines.clients import engine_client
 from agentrl.store.mechanics.retry import log_store_errors
+
+if TYPE_CHECKING:
+    from agentrl.columns.outages import Outages
 
 log = logging.getLogger(__name__)
 

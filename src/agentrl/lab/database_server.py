@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote
 
 from pymongo.errors import OperationFailure
@@ -92,6 +92,7 @@ class ServerInfos(Repository):
         users = status["authInfo"]["authenticatedUsers"]
         roles = status["authInfo"]["authenticatedUserRoles"]
         allowed = allowed_actions(status["authInfo"], self._connection.database.name)
+        disks = [await read_disk(each) for each in (self._connection.database, self._connection.client.admin)]
         return ServerInfo(
             host=self._connection.host,
             version=tuple(int(part) for part in version.split("-")[0].split(".")),
@@ -103,15 +104,9 @@ class ServerInfos(Repository):
             roles=sorted(f"{role['role']}@{role['db']}" for role in roles),
             may_read="find" in allowed or not users,
             may_write=allowed >= _WRITES or not users,
-            free_bytes=await self._free_bytes(),
+            # The disk of a database that does not exist yet has a total of 0.
+            free_bytes=next((disk.free for disk in disks if disk.total), None),
         )
-
-    async def _free_bytes(self) -> int | None:
-        for database in (self._connection.database, self._connection.client.admin):
-            disk = await read_disk(database)
-            if disk.total:  # 0 for a database that does not exist yet
-                return disk.free
-        return None
 
 
 _READ = ["find", "changeStream", "listCollections", "listIndexes", "collStats", "dbStats"]
@@ -176,7 +171,10 @@ class Users(Repository):
         if not all_runs:
             await prepare(self._connection.database)
         try:
-            reads = [] if all_runs else await self._ancestors()
+            names = [] if all_runs else [each.run for each in await Ancestry(self._connection).lineage()]
+            for name in names:  # users of a run read its ancestors too
+                await self._make_role(_READER, name, privileges_of(_READER, name))
+            reads = [{"role": _READER, "db": name} for name in names]
             return [await self._create(role, where, all_runs, reads) for role in ROLES]
         except OperationFailure as error:
             if error.code not in _NOT_ALLOWED:
@@ -186,15 +184,6 @@ class Users(Repository):
                 hint="give --db_connection_string with a user that has the role userAdmin on the database"
                 " (userAdminAnyDatabase for --all_runs), on a server that runs with authentication",
             ) from error
-
-    async def _ancestors(self) -> list[Json]:
-        """Return the roles by which users read the run's ancestors; create them where they are missing."""
-        names = [relative.run for relative in await Ancestry(self._connection).lineage()]
-        for name in names:
-            await self._create_or_update(
-                "Role", name, _READER, privileges=privileges_of(_READER, name), roles=[]
-            )
-        return [{"role": _READER, "db": name} for name in names]
 
     @database_call
     async def existing(self) -> dict[str, list[str]]:
@@ -209,8 +198,7 @@ class Users(Repository):
 
     async def _create(self, role: str, where: str, all_runs: bool, reads: Sequence[Json]) -> CreatedUser:
         database = self._connection.client[where]
-        privileges = privileges_of(role, "" if all_runs else where)
-        await self._create_or_update("Role", where, role, privileges=privileges, roles=[])
+        await self._make_role(role, where, privileges_of(role, "" if all_runs else where))
         given = os.environ.get(f"{role.upper()}_PASSWORD")
         generated = secrets.token_urlsafe(_PASSWORD_BYTES)
         grant = [{"role": role, "db": where}, *reads]
@@ -228,14 +216,15 @@ class Users(Repository):
             name=role, uri=_uri(self._connection, role, password, where), password=password, is_new=is_new
         )
 
-    async def _create_or_update(self, what: str, where: str, name: str, **fields: Any) -> None:
+    async def _make_role(self, role: str, where: str, privileges: Sequence[Json]) -> None:
+        """Create a role, or update it if it exists."""
         database = self._connection.client[where]
         try:
-            await database.command(f"create{what}", name, **fields)
+            await database.command("createRole", role, privileges=privileges, roles=[])
         except OperationFailure as error:
             if error.code not in _EXISTS:
                 raise
-            await database.command(f"update{what}", name, **fields)
+            await database.command("updateRole", role, privileges=privileges, roles=[])
 
 
 def privileges_of(role: str, database: str) -> list[Json]:

@@ -58,8 +58,7 @@ class WhatIfConfig(Flags):
         None, "the parent's steps to train again with the flags that are given, such as 40-60 (default: all)"
     )
     without: str | None = flag(
-        None,
-        "file with the ids of Records to leave out, one a line: their groups are decided without them",
+        None, "file with the ids of Records to leave out, one a line: their groups are decided without them"
     )
     scorer: str | None = flag(
         None, "score the Records again, for the new run alone: a name, or a path module:function"

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentrl.base.atomic_folder import TEMPORARY, delete_folder, remove_leftovers
 from agentrl.base.processes import user_name
@@ -29,9 +29,8 @@ from agentrl.documents.run import PolicyVersion, Rebuilt, Relative, Retraction, 
 from agentrl.documents.status import StepStatus, VersionStatus
 from agentrl.documents.training import Checkpoint, TrainStep, read_checkpoints
 from agentrl.errors import ConfigError, StoreError
-from agentrl.lab.dataset import FILE, require_pyarrow
-from agentrl.lab.transfer import MANIFEST, Transfer, verify, withdrawn_in
-from agentrl.lab.withdraw import Retractions, RetractSelection, Withdrawing
+from agentrl.lab.deletion import Retractions, RetractSelection, Withdrawing
+from agentrl.lab.transfer import FILE, MANIFEST, Transfer, require_pyarrow, verify, withdrawn_in
 from agentrl.observe.progress import progress
 from agentrl.store.client import Store, open_connection, open_existing, open_store
 from agentrl.store.mechanics.connection import Connection
@@ -40,10 +39,6 @@ from agentrl.train.folders import RunFolders, place_of, run_folders
 from agentrl.train.lease import HeldTrainerLease, hold_lease
 from agentrl.weights import storage
 from agentrl.weights.storage import is_remote
-
-if TYPE_CHECKING:
-    from agentrl.store.client import Store
-    from agentrl.train.lease import HeldTrainerLease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -544,11 +539,13 @@ class _Call:
                 await delete_withdrawn(store.connection, attempt=lease.attempt, on_group=work.advance)
 
     async def left_archives(self) -> list[str]:
-        """Return the exports that calls named which were killed, and that this one does not name."""
+        """Return the exports that killed calls named and this one did not; forget deleted ones."""
         named = {place for item in await self.retractions.unfinished() for place in item.archives}
-        for place in filter(_is_gone, sorted(named)):
-            await self.retractions.end_archive(place)
-            named.discard(place)
+        for place in sorted(named):
+            host, _, path = place.partition(":")
+            if host == socket.gethostname() and not await asyncio.to_thread(Path(path).exists):
+                await self.retractions.end_archive(place)
+                named.discard(place)
         return sorted(named)
 
     async def _go_back(self, lease: HeldTrainerLease) -> None:
@@ -612,12 +609,6 @@ class _Call:
                 f"the weights from step {min(held)} on were trained with it:"
                 f" agentrl retract {run.run_name} --rebuild trains them without"
             )
-
-
-def _is_gone(place: str) -> bool:
-    """Return whether an export of this host has been deleted."""
-    host, _, path = place.partition(":")
-    return host == socket.gethostname() and not Path(path).exists()
 
 
 async def _remove_log_lines(store: Store, run: RunConfig, names: Collection[str]) -> None:

@@ -215,11 +215,6 @@ def _check(
         raise file.error(error.message, *where, hint=error.hint) from error
 
 
-def launch_words(sweep: Sweep, default: list[str]) -> list[str]:
-    """Return the words that stand for ``agentrl`` in what-ifs."""
-    return default if sweep.launch is None else shlex.split(sweep.launch)
-
-
 def _text(flags: Mapping[str, str]) -> bytes:
     return json.dumps(flags, sort_keys=True).encode()
 
@@ -500,7 +495,9 @@ class SweepRunner:
         """Run what is missing; return 0, 1 if a child failed, 130 if a signal stopped it."""
         if self._sweep.eval is not None:
             self._of_eval = await _eval_flags(self._source, self._sweep.eval)
-            await _check_tasks(self._of_eval)
+            # Read the tasks now: an evaluation of a bad file would fail after the training.
+            words = ["--num_generations", "1", *flag_words(self._of_eval)]
+            await read_file(parse(words, command="agentrl eval", description="", shown=()), "eval")
         self.children = await read_children(self._source, self._sweep)
         self._steps = await self._steps_to_train()
         stop = stop_on_signals()
@@ -570,7 +567,7 @@ class SweepRunner:
         ]  # fmt: skip
         if not child.is_trained:
             order = {"order_seed": child.seed, "steps": self._steps, **child.setting.flags}
-            launch = launch_words(sweep, agentrl)
+            launch = agentrl if sweep.launch is None else shlex.split(sweep.launch)
             self._say(f"{child.name}: training, {child.setting.shown}, seed {child.seed}")
             words = ["whatif", sweep.run, child.name, *here, *flag_words(order)]
             await self._process(child.name, [*launch, *words], environment)
@@ -615,9 +612,3 @@ async def _eval_flags(source: Store, held_out: HeldOut) -> dict[str, Any]:
     shared = {name: value for name, value in found.items() if name not in _NOT_OF_EVAL and value is not None}
     own = {"eval_file": held_out.file, "eval_samples": held_out.samples, "eval_engine": "own"}
     return shared | own | held_out.flags
-
-
-async def _check_tasks(flags: Mapping[str, Any]) -> None:
-    """Raise TaskFileError or ConfigError for an evaluation that would fail after the training."""
-    words = ["--num_generations", "1", *flag_words(flags)]
-    await read_file(parse(words, command="agentrl eval", description="", shown=()), "eval")

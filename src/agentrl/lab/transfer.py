@@ -17,12 +17,12 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, BinaryIO, Final
 
 import bson
 from bson import json_util
@@ -38,9 +38,14 @@ from agentrl.base.atomic_folder import atomic_folder
 from agentrl.base.processes import has_ended, identify, is_observable
 from agentrl.base.user_code import code_of_flags
 from agentrl.documents.document import excerpt, now, plain
+from agentrl.documents.images import text_of
+from agentrl.documents.model_call import DispatchedSamplingTask, conversation
+from agentrl.documents.record import Record
 from agentrl.documents.run import CHILD_PREFIX, SCHEMA, Maker
-from agentrl.errors import LeaseLostError, StoreError
+from agentrl.documents.task import task_key
+from agentrl.errors import ConfigError, LeaseLostError, StoreError
 from agentrl.store.mechanics.connection import (
+    DATA,
     GATE,
     IMPORTS,
     RECORD,
@@ -55,6 +60,7 @@ from agentrl.store.mechanics.connection import (
     database_call,
 )
 from agentrl.store.mechanics.lease import after, renewed
+from agentrl.store.model_calls import read_model_calls
 from agentrl.store.schema import holds_run, prepare
 from agentrl.store.settings import Ancestry
 
@@ -315,44 +321,10 @@ def _decoded(line: bytes) -> bytes | None:
         return None
 
 
-class LineWriter:
-    """Writes lines, and counts their number and bytes and computes their SHA-256."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-        self._digest = hashlib.sha256()
-        self.lines = 0
-        self.bytes = 0
-
-    def line(self, line: bytes) -> None:
-        """Write one line."""
-        self._stream.write(line)
-        self._digest.update(line)
-        self.lines += 1
-        self.bytes += len(line)
-
-    @property
-    def sha256(self) -> str:
-        """The SHA-256 of all lines so far."""
-        return self._digest.hexdigest()
-
-
-def file_name(collection: str) -> str:
-    """Return the file name of a collection. Raises StoreError if its name cannot be one."""
-    if not is_collection_name(collection):
-        raise StoreError(f"collection {collection!r} has a name that cannot be a file name")
-    return f"{collection}.jsonl"
-
-
 def require_empty(folder: Path) -> None:
     """Raise StoreError if the folder exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StoreError(f"{folder} exists and is not empty", hint="give a folder that does not exist")
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, after all other files."""
-    (folder / MANIFEST).write_bytes(json.dumps(asdict(manifest), indent=1).encode() + b"\n")
 
 
 _PAGE = 500
@@ -409,7 +381,8 @@ class Transfer(Repository):
                         hint="raise the server's minSnapshotHistoryWindowInSeconds (300 by default)",
                     ) from error
             manifest = Manifest(schema=SCHEMA_VERSION, collections=tuple(files))
-            write_manifest(temporary, manifest)
+            # Write the manifest last: a folder without it is no export.
+            (temporary / MANIFEST).write_bytes(json.dumps(asdict(manifest), indent=1).encode() + b"\n")
         return manifest
 
     @database_call
@@ -447,15 +420,12 @@ class Transfer(Repository):
                     " it",
                 )
             await making.finish({name: value for name, value in schema.items() if name != "_id"})
-        await self._join_family()
-        return Imported(manifest=manifest, imports=imports, flags=flags)
-
-    async def _join_family(self) -> None:
-        """Note an imported child in its parent, if that is on this server."""
         parent = await Ancestry(self._connection).parent()
         if parent is not None and await self._connection.beside(parent.run).collection(RUN).find_one({}):
+            # The parent is on this server: let it know its child, whose checkpoint it must keep.
             family = Ancestry(self._connection.beside(parent.run))
             await family.adopt(self._connection.database.name, parent)
+        return Imported(manifest=manifest, imports=imports, flags=flags)
 
     async def _refuse_withdrawn(self, folder: Path, manifest: Manifest) -> None:
         for name in await self._connection.databases():
@@ -491,13 +461,17 @@ class Transfer(Repository):
         return sorted(name for name in names if not name.startswith("system."))
 
     async def _export(self, name: str, folder: Path, session: AsyncClientSession) -> ExportedFile:
-        file = file_name(name)
+        if not is_collection_name(name):
+            raise StoreError(f"collection {name!r} has a name that cannot be a file name")
+        file, digest, lines, size = f"{name}.jsonl", hashlib.sha256(), 0, 0
         with (folder / file).open("wb") as stream:
-            writer = LineWriter(stream)
             async for document in self._documents(name, session):
-                writer.line(encode_line(bytes(document.raw)))
+                line = encode_line(bytes(document.raw))
+                stream.write(line)
+                digest.update(line)
+                lines, size = lines + 1, size + len(line)
         return ExportedFile(
-            collection=name, file=file, documents=writer.lines, bytes=writer.bytes, sha256=writer.sha256
+            collection=name, file=file, documents=lines, bytes=size, sha256=digest.hexdigest()
         )
 
     async def _documents(
@@ -599,3 +573,139 @@ def writing_folder(folder: Path) -> Iterator[Path]:
             yield temporary
     except OSError as error:
         raise StoreError(f"{folder} cannot be written: {error.strerror}") from error
+
+
+FILE = "data/train.parquet"
+_ROW_GROUP = 64
+"""Trajectories in memory at a time; each page is a row group of the file."""
+_README = """---
+configs:
+- config_name: default
+  data_files: {file}
+---
+
+# Trajectories of the run {run}
+
+{rows} scored trajectories, a row each. `messages` is the conversation: prompts, responses, tool results;
+`tool_calls` of a message and `answer` are JSON text, and images are left out. `split` is that of the run.
+`trained` says whether a committed step trained the trajectory, and `trained_at_steps` which steps did.
+
+```python
+import datasets
+
+rows = datasets.load_dataset("FOLDER", split="train")
+```
+"""
+
+
+def require_pyarrow() -> None:
+    """Raise ConfigError without pyarrow, before anything is read."""
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "Parquet needs pyarrow, which is not installed", hint='pip install "agentrl[parquet]"'
+        ) from error
+
+
+def write_parquet(rows: Sequence[Mapping[str, Any]], file: BinaryIO) -> None:
+    """Write rows of the same keys; the types of the columns come from the values. Raises ConfigError."""
+    require_pyarrow()
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), file, compression="zstd")
+
+
+class TrajectoryDataset(Repository):
+    """Writes a dataset with at most a page of trajectories in memory. It only reads the database.
+
+    ``on_rows`` is called with the number of rows of each page.
+    """
+
+    def __init__(self, connection: Connection, *, on_rows: Callable[[int], None]) -> None:
+        super().__init__(connection)
+        self._on_rows = on_rows
+
+    @database_call
+    async def export(self, folder: Path) -> int:
+        """Write the trajectories that have a score and are not pruned into ``folder``; return their number.
+
+        The folder must not exist or be empty, and appears when it is complete. Raises ConfigError without
+        pyarrow, StoreError if the folder cannot be written.
+        """
+        require_pyarrow()
+        require_empty(folder)
+        import pyarrow
+        import pyarrow.parquet
+
+        rows = 0
+        with writing_folder(folder) as temporary:
+            (temporary / FILE).parent.mkdir()
+            schema = _schema()
+            with pyarrow.parquet.ParquetWriter(temporary / FILE, schema, compression="zstd") as writer:
+                async for page in self._pages(
+                    RECORD, {"score": {"$ne": None}, "pruned_at": None}, _ROW_GROUP
+                ):
+                    written = await self._rows([Record.from_document(document) for document in page])
+                    writer.write_table(pyarrow.Table.from_pylist(written, schema=schema))
+                    rows += len(page)
+                    self._on_rows(len(page))
+            readme = _README.format(file=FILE, run=self._connection.database.name, rows=f"{rows:,}")
+            (temporary / "README.md").write_text(readme, encoding="utf-8")
+        return rows
+
+    async def _rows(self, records: Sequence[Record]) -> list[Json]:
+        ids = [record.id for record in records]
+        calls = await read_model_calls(self._connection, ids)
+        data = self._collection(DATA).find({"_id": {"$in": ids}}, {"trained_at_steps": 1})
+        steps = {document["_id"]: document["trained_at_steps"] async for document in data}
+        return [_row(record, calls[record.id], steps.get(record.id, ())) for record in records]
+
+
+def _row(record: Record, calls: Sequence[DispatchedSamplingTask], steps: Sequence[int]) -> Json:
+    return {
+        "id": record.id, "task_id": record.task.removeprefix(task_key(record.split, record.epoch, "")),
+        "split": record.split, "epoch": record.epoch,
+        "query": record.query, "answer": _json(record.answer), "final_answer": record.final_answer,
+        "messages": [*map(_message, conversation(calls))], "score": record.score,
+        "advantage": record.advantage,
+        "status": record.shown_status, "trained": record.trained_count > 0, "trained_at_steps": list(steps),
+        "min_policy_version": record.min_version, "max_policy_version": record.max_version,
+        "turns": record.turns, "tool_calls": record.tool_calls, "generated_tokens": record.generated_tokens,
+        "stop_reason": None if record.stop_reason is None else str(record.stop_reason),
+        "created_at": record.created_at,
+    }  # fmt: skip
+
+
+def _message(message: Mapping[str, Any]) -> Json:
+    thought, calls = message.get("reasoning_content"), message.get("tool_calls")
+    return {
+        "role": str(message.get("role", "?")),
+        "content": str(text_of(message.get("content"))),
+        "reasoning_content": None if thought is None else str(text_of(thought)),
+        "tool_calls": _json(calls) if calls else None,
+    }
+
+
+def _json(value: Any) -> str | None:
+    return None if value is None else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _schema() -> Any:
+    """Return the columns; messages have the same fields in every row."""
+    import pyarrow as pa
+
+    message = pa.struct(
+        [(name, pa.string()) for name in ("role", "content", "reasoning_content", "tool_calls")]
+    )
+    text, whole, real = pa.string(), pa.int64(), pa.float64()
+    return pa.schema(
+        {
+            "id": text, "task_id": text, "split": text, "epoch": whole, "query": text, "answer": text,
+            "final_answer": text, "messages": pa.list_(message), "score": real, "advantage": real,
+            "status": text, "trained": pa.bool_(), "trained_at_steps": pa.list_(whole),
+            "min_policy_version": whole, "max_policy_version": whole, "turns": whole, "tool_calls": whole,
+            "generated_tokens": whole, "stop_reason": text, "created_at": pa.timestamp("ms", tz="UTC"),
+        }
+    )  # fmt: skip

@@ -23,14 +23,13 @@ from agentrl.documents.run import Relative
 from agentrl.documents.training import DBRecordData, TrainStep, readable_checkpoints
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.lab.flags import parent_configs
-from agentrl.lab.recorded import RecordedSettings, RecordedStream
-from agentrl.lab.rescore import Regrouping, regrouping_of
-from agentrl.lab.whatif_run import Floats, stored_flags, token_weights
+from agentrl.lab.regroup import Regrouping, regrouping_of
+from agentrl.lab.whatif_run import Floats, RecordedSettings, RecordedStream, stored_flags, token_weights
 from agentrl.losses.settings import LossSettings
 from agentrl.observe.plotting import COLORS
 from agentrl.observe.terminal import MISSING, finite, number, table
 from agentrl.store.client import Store, open_existing
-from agentrl.weights.difference import LayerDifference, layer_differences
+from agentrl.weights.delta import LayerDifference, layer_differences
 from agentrl.weights.folder import architecture, base_folder
 
 CURVES = ("loss", "reward", "kl_k3", "grad_norm", "entropy", "clipped_fraction", "lr")

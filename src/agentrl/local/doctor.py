@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import os
 import platform
 import resource
@@ -12,7 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from importlib import metadata
@@ -21,30 +20,38 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 from packaging.requirements import Requirement
+from rich.console import RenderableType
+from rich.text import Text
 
 from agentrl import __version__
 from agentrl.base.device_lease import has_gpu
 from agentrl.base.installation import missing
-from agentrl.config.load import Configs
+from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     AgentConfig,
     EngineConfig,
+    JsonFlags,
     ModelConfig,
+    PlacementConfig,
     RunConfig,
     SamplingConfig,
     ToolConfig,
 )
-from agentrl.errors import AgentRLError, StoreUnavailableError
+from agentrl.errors import AgentRLError, ModelError, StoreUnavailableError
 from agentrl.inference.engines.commands import engine_venv, install_hint
 from agentrl.local.mongod import END_OF_LIFE, support_ended_on
 from agentrl.local.placement import place_processes
 from agentrl.observe.logging import redact
+from agentrl.observe.progress import progress
+from agentrl.observe.terminal import print_json, stdout_console, table
+from agentrl.weights.folder import read_config, tensor_files
 from agentrl.worlds.sandbox.linux import landlock_version
 from agentrl.worlds.sandbox.local import namespace_problem
 
 if TYPE_CHECKING:
     from agentrl.documents.run import InferenceService
     from agentrl.lab.database_server import ServerInfo
+
 
 State = Literal["ok", "warn", "fail"]
 _OLDEST_PYTHON = (3, 11)
@@ -124,10 +131,9 @@ def check_torch() -> Check:
         return Check("torch", "warn", absent.message, absent.hint or "")
     done = _probe([sys.executable, "-c", _TORCH_PROBE])
     if done is None or done.returncode != 0:
-        reason = "no answer in time" if done is None else _last_line(done.stderr)
-        return Check(
-            "torch", "fail", f"cannot be imported: {reason}", "install torch again (pytorch.org/get-started)"
-        )
+        lines = ["no answer in time"] if done is None else done.stderr.strip().splitlines() or ["no output"]
+        hint = "install torch again (pytorch.org/get-started)"
+        return Check("torch", "fail", f"cannot be imported: {lines[-1]}", hint)
     version, build, device = done.stdout.strip().splitlines()[-1].split("|")
     if device != "-":
         return Check("torch", "ok", f"{version} on {device} ({build})")
@@ -220,18 +226,6 @@ def _probe(command: list[str]) -> subprocess.CompletedProcess[str] | None:
         return None
 
 
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "no output"
-
-
-def limit_checks() -> Iterator[Check]:
-    """Yield the checks of the limits."""
-    yield check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
-    yield check_processes(resource.getrlimit(resource.RLIMIT_NPROC)[0])
-    yield check_memory(available_memory())
-
-
 def check_open_files(soft: int, hard: int) -> Check:
     """Check how many files a process may open: samplers have many connections, mongod many files."""
     name = "open files"
@@ -273,7 +267,6 @@ _TOOLS_SECONDS = 60.0
 _REACH_SECONDS = 3.0
 _SLOW_SECONDS = 0.05
 _CLOCK_WARN = 1.0
-_WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
 def check_mongod(run: RunConfig) -> Check:
@@ -351,7 +344,7 @@ async def check_agent_config(config: SamplingConfig) -> Check:
         browse = open_browse_agent(path)
     except AgentRLError as error:
         found = f"{error.message}; tasks with scorer agentcpm or rubric need it"
-        return Check(name, "fail" if _exists(path) else "warn", found, error.hint or "")
+        return Check(name, "fail" if os.access(path, os.F_OK) else "warn", found, error.hint or "")
     found = f"{path}: judge {', '.join(endpoint.model for endpoint in section.models)}"
     endpoints = list(section.models)
     if browse is not None:
@@ -367,10 +360,6 @@ async def check_agent_config(config: SamplingConfig) -> Check:
         hint = f"start it, or correct its base_url in {path}"
         return Check(name, "fail", f"no answer from {', '.join(silent)}", hint)
     return Check(name, "ok", found)
-
-
-def _exists(path: str) -> bool:
-    return Path(path).exists()
 
 
 async def check_tools(config: ToolConfig) -> Check:
@@ -478,8 +467,9 @@ def model_checks(config: ModelConfig, parser: str | None = None) -> Iterator[Che
         yield Check("model", "ok", "not checked: give --model_name_or_path FOLDER")
         return
     folder = Path(config.model_name_or_path)
-    settings = _json(folder / "config.json")
-    if settings is None:
+    try:
+        settings = read_config(folder)
+    except ModelError:
         yield Check(
             "model config", "fail", f"{folder} has no readable config.json",
             "give a local Hugging Face folder; `hf download NAME --local-dir FOLDER` fetches one",
@@ -492,13 +482,16 @@ def model_checks(config: ModelConfig, parser: str | None = None) -> Iterator[Che
 
 
 def _check_weights(folder: Path) -> Check:
-    index = _json(folder / _WEIGHTS_INDEX)
-    names = sorted(set(index.get("weight_map", {}).values())) if index else ["model.safetensors"]
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        return Check("model weights", "fail", f"missing: {', '.join(missing)}", "download the folder again")
-    size = sum((folder / name).stat().st_size for name in names)
-    return Check("model weights", "ok", f"{size / 2**30:.2f} GiB in {len(names)} safetensors")
+    name = "model weights"
+    try:
+        files = tensor_files(folder)
+    except ModelError as error:
+        return Check(name, "fail", error.message, error.hint or "")
+    lacking = [file.name for file in files if not file.is_file()] if files else ["model.safetensors"]
+    if lacking:
+        return Check(name, "fail", f"missing: {', '.join(lacking)}", "download the folder again")
+    size = sum(file.stat().st_size for file in files)
+    return Check(name, "ok", f"{size / _GIB:.2f} GiB in {len(files)} safetensors")
 
 
 def _check_tokenizer(folder: Path, settings: dict[str, Any]) -> Check:
@@ -540,8 +533,8 @@ def _check_chat_format(folder: Path, config: ModelConfig, parser: str | None) ->
 
 def check_context(configs: Configs) -> Check:
     """Check that the longest prompt and its continuation fit the context of the model."""
+    from agentrl.calls.prompts import context_problem
     from agentrl.chat.model_folder import model_context_length
-    from agentrl.rollout.prompts import context_problem
 
     name, model = "context", configs[ModelConfig]
     own = None if model.model_name_or_path is None else model_context_length(model.model_name_or_path)
@@ -557,9 +550,53 @@ def check_context(configs: Configs) -> Check:
     return Check(name, "warn", problem, "lower --max_prompt_tokens or --max_new_tokens")
 
 
-def _json(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def main(argv: list[str]) -> int:
+    """Print the table; return 1 if a check failed, else 0."""
+    configs = parse(
+        argv,
+        command="agentrl doctor",
+        description="Checks this machine, and names the command that fixes each fault. With the flags of your"
+        " run it also checks the database, the model, the tool servers and the engine.",
+        shown=[RunConfig, ModelConfig, EngineConfig, PlacementConfig, SamplingConfig, ToolConfig],
+        extra=[JsonFlags],
+    )
+    checks: list[Check] = []
+    with progress("checking this machine and the services of the run") as work:
+        for check in machine_checks(configs):
+            checks.append(check)
+            work.advance()
+        checks += asyncio.run(_run_checks(configs))
+    failed = sum(check.state == "fail" for check in checks)
+    if configs[JsonFlags].json:
+        print_json({"failed": failed, "checks": checks})
+    else:
+        stdout_console().print(render(checks))
+    return 1 if failed else 0
+
+
+async def _run_checks(configs: Configs) -> list[Check]:
+    run = configs[RunConfig]
+    return [
+        check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        check_processes(resource.getrlimit(resource.RLIMIT_NPROC)[0]),
+        check_memory(available_memory()),
+        check_mongod(run),
+        *await run_checks(run, configs[EngineConfig].alive_seconds),
+        *model_checks(configs[ModelConfig], configs[AgentConfig].tool_call_parser),
+        check_context(configs),
+        await check_agent_config(configs[SamplingConfig]),
+        await check_tools(configs[ToolConfig]),
+    ]
+
+
+def render(checks: Sequence[Check]) -> RenderableType:
+    """Return a table with a row per check: its state, what was found, and how to fix it."""
+    rows = [
+        [Text(check.state, _STYLES[check.state]), check.name, check.found, check.hint] for check in checks
+    ]
+    failed = sum(check.state == "fail" for check in checks)
+    title = f"{failed} of {len(checks)} checks failed" if failed else "no check failed"
+    return table(title, ["", "check", "found", "how to fix it"], rows, text=4)

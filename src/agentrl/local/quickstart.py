@@ -32,9 +32,15 @@ from agentrl.config.run import QuickstartFlags
 from agentrl.config.schema import EngineConfig, RunConfig, TrainConfig
 from agentrl.documents.status import ServiceStatus, StepStatus
 from agentrl.errors import AgentRLError, ConfigError, TimeLimitError
-from agentrl.local.before_start import require_teacher
+from agentrl.local.launch import (
+    SERVERS_FILE,
+    RunPlan,
+    agentrl_command,
+    demo_model,
+    require_teacher,
+    run_processes,
+)
 from agentrl.local.mongod import EmbeddedMongo, disk_problem
-from agentrl.local.processes import SERVERS_FILE, RunPlan, agentrl_command, demo_model, run_processes
 from agentrl.observe import logging as run_logging
 from agentrl.observe.terminal import excerpt
 from agentrl.screens.views.counts import Details

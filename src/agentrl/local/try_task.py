@@ -57,9 +57,9 @@ _PREFIX = "agentrl_try"
 _AT_ONCE = 1e-9
 """A wait in seconds that is over at once: flags allow no 0."""
 _SPARE_SECONDS = 60.0
+"""Time that the claim of the trajectory outlives its time limits; nothing renews it."""
 _END_SECONDS = 120.0
 """Time for the end of a trajectory that is cancelled: hooks, and the removal of a container."""
-"""Time that the claim of the trajectory outlives its time limits; nothing renews it."""
 
 
 class _TrialWorker(Worker):

@@ -279,7 +279,8 @@ class LossFlag:
 
 def built_in_losses() -> dict[str, Loss]:
     """Return the losses of ``losses.built_in`` by name, sorted."""
-    known = sorted(LOSSES.known().items())
+    # Import no entry point: this runs while the flags are defined, which a user's package may import too.
+    known = sorted(LOSSES.registered().items())
     # Go by the module: losses of users are registered beside them, and may not add flags of the command.
     return {name: item for name, item in known if item.function.__module__.startswith(_BUILT_IN)}
 

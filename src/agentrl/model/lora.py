@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ConfigError, ModelError
-from agentrl.weights.difference import Rounding
+from agentrl.weights.delta import Rounding
 from agentrl.weights.folder import (
     ADAPTER_WEIGHTS,
     PEFT_PREFIX,

@@ -18,6 +18,17 @@ from urllib.parse import urlsplit, urlunsplit
 from agentrl.base.concurrency import Deadline
 from agentrl.base.user_code import contain, describe
 from agentrl.base.validation import Positive, PositiveWhole, SettingsModel, Text, read_config
+from agentrl.calls.prompts import Conversation, Prompt
+from agentrl.calls.trajectory_calls import Histories, MakeProgress, TrajectoryCalls
+from agentrl.calls.turns import (
+    Tools,
+    Turn,
+    call_id_of,
+    cleaned,
+    message_of,
+    run_tool_calls,
+    with_text_arguments,
+)
 from agentrl.chat.chat_format import Message, require_text_only, without_thought
 from agentrl.chat.parsers.parser import ParsedMessage, ToolCall
 from agentrl.config.schema import AgentConfig
@@ -48,17 +59,6 @@ from agentrl.rollout.agent_io import (
     agent_cfg_path,
     checked_messages,
     read_agent_cfg,
-)
-from agentrl.rollout.histories import Histories, MakeProgress
-from agentrl.rollout.prompts import Conversation, Prompt
-from agentrl.rollout.tool_calls import Tools, run_tool_calls
-from agentrl.rollout.trajectory_calls import (
-    PendingCall,
-    TrajectoryCalls,
-    Turn,
-    cleaned,
-    message_of,
-    with_text_arguments,
 )
 from agentrl.scoring.scorers import ScoredCall, ScoreResult
 from agentrl.tools.tool import Schema, schema_name
@@ -119,7 +119,7 @@ class Role:
         self._own_turns = 0
         self._own_limit = max_turns
         self._texts: Counter[str] = Counter()
-        self._last: PendingCall | None = None
+        self._last: Turn | None = None
         """The latest call of the current context."""
         self._is_managing = False
         self._restarted = False
@@ -152,7 +152,7 @@ class Role:
     @property
     def prompt_tokens(self) -> int:
         """Return the length of the next model call's prompt, in tokens."""
-        return len(self._conversation.prompt_ids())
+        return len(self._conversation.prompt.ids)
 
     @property
     def context_is_full(self) -> bool:
@@ -161,7 +161,7 @@ class Role:
 
     def would_fit(self, messages: Sequence[Message]) -> bool:
         """Return whether a new context that starts with ``messages`` is not full."""
-        return self._fits(len(self._new_conversation(messages).prompt_ids()))
+        return self._fits(len(self._new_conversation(messages).prompt.ids))
 
     async def generate(self, **changes: Any) -> Turn:
         """Make one model call; ``changes`` are sampling parameters for this call only.
@@ -178,29 +178,24 @@ class Role:
         # Store the parent first: its id is its place in the order of storing, and the prompt names it.
         parent = await self._store_before()
         conversation = self._conversation
-        starts = conversation.starts_branch
-        prompt = Prompt(
-            ids=conversation.prompt_ids(),
-            context_ids=conversation.context_ids(),
-            messages=conversation.messages,
-            new_messages=conversation.new_messages,
-            parent=None if starts or parent is None else parent.id,
-            drops_thoughts=starts and parent is not None,
+        extends = None if conversation.starts_branch else parent
+        prompt = replace(
+            conversation.prompt,
+            parent=None if extends is None else extends.id,
+            drops_thoughts=parent is not None and extends is None,
             opens_branch=self._opens_branch,
-            images=conversation.prompt_images(),
-            context_images=conversation.context_images(),
         )
-        executions = () if starts or parent is None else parent.executions
         # Seed a role by its own turns: how the calls of roles interleave may differ from run to run.
-        seed = () if self.name is None else (self.name, self._own_turns)
-        pending, parsed = await self._calls.sample(
-            prompt, changes, role=self.name, tools=self.schemas, executions=executions, seed=seed
-        )
-        conversation.append_generation(pending.generation.output_ids, pending.response)
-        text = self._calls.chat_format.decode(pending.generation.output_ids)
-        self._texts[text] += 1
-        self._made(pending)
-        return self._calls.turn(pending, parsed, text, self._texts[text])
+        turn = await self._calls.sample(
+            prompt, changes, role=self.name, tools=self.schemas,
+            executions=() if extends is None else extends.executions,
+            seed=() if self.name is None else (self.name, self._own_turns),
+        )  # fmt: skip
+        conversation.append_generation(turn.generation.output_ids, turn.response)
+        self._texts[turn.text] += 1
+        turn.times_seen = self._texts[turn.text]
+        self._made(turn)
+        return turn
 
     async def call_tools(self, turn: Turn) -> list[ToolExecution]:
         """Run the tool calls of the last ``turn`` in order and append their results.
@@ -208,22 +203,21 @@ class Role:
         A malformed tool call is not run: its result says what is wrong, and the model call's status is
         ``formaterror``. An error that a tool reports is a result. Raises ToolServerError if a server is lost.
         """
-        pending = self._last
         # Run nothing for a call that is stored: its document cannot take the results any more.
-        if pending is None or pending.index is not None:
+        if turn is not self._last or turn.index is not None:
             return []
         started = time.monotonic()
-        before = len(pending.executions)
+        before = len(turn.executions)
         try:
             images = self._calls.images if self._calls.reads_images else None
-            messages = await run_tool_calls(turn, pending, self._shared.tools, self.schemas, images)
+            messages = await run_tool_calls(turn, self._shared.tools, self.schemas, images)
         finally:
             # Settle also after a lost server: the failed attempt keeps the calls that have run.
-            self._shared.tool_calls += len(pending.executions) - before
-            pending.tool_seconds = time.monotonic() - started
-            pending.settled = True
+            self._shared.tool_calls += len(turn.executions) - before
+            turn.tool_seconds = time.monotonic() - started
+            turn.settled = True
         self.append_messages(messages)
-        return list(pending.executions)
+        return list(turn.executions)
 
     def append_messages(self, messages: Sequence[Message]) -> None:
         """Append messages to the last turn. Raises TrajectoryError for an invalid message."""
@@ -279,9 +273,9 @@ class Role:
         if self._histories is None:
             self._histories = Histories(self._calls, self.name)
         checked = checked_messages(messages)
-        pending, turn = await self._histories.complete(checked, tools, changes, progress)
+        turn = await self._histories.complete(checked, tools, changes, progress)
         self._own_turns += 1
-        return dict(pending.response), turn
+        return dict(turn.response), turn
 
     async def call_tool(self, call_id: str, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
         """Run a tool that an answer of ``complete`` called, by the id of the tool call.
@@ -307,15 +301,15 @@ class Role:
     def _new_conversation(self, messages: Sequence[Message]) -> Conversation:
         return Conversation(self._calls.chat_format, messages, self.schemas)
 
-    async def _store_before(self) -> PendingCall | None:
+    async def _store_before(self) -> Turn | None:
         """Store the calls before the next one; return the role's own in this context."""
         await self.finish()
         await self._calls.store_settled()
         return self._last
 
-    def _made(self, pending: PendingCall) -> None:
+    def _made(self, turn: Turn) -> None:
         """Keep a call that was made as the latest one."""
-        self._last = pending
+        self._last = turn
         self._own_turns += 1
         self._restarted = False
 
@@ -444,26 +438,26 @@ class FixedRole(Role):
         """
         self._require_turns()
         parent = await self._store_before()
-        # Ask for no new_messages: these render the conversation for the policy, which never reads it.
         new = self._conversation.unseen
         params = {**self.model.params, **changes}
         reply = await self._calls.hold(lambda: self._ask(params))
         parsed = _parsed(reply)
-        message = message_of(parsed, f"call{self._calls.turns % 1000:03d}")
+        # Make a prompt without ids: the conversation's own is rendered for the policy, which never reads it.
         prompt = Prompt(
             ids=[], context_ids=[], messages=self._conversation.messages, new_messages=new,
             parent=None if parent is None else parent.id, opens_branch=parent is None,
         )  # fmt: skip
-        pending = PendingCall(
+        turn = Turn(
             record=self._calls.record,
             prompt=prompt,
             role=self.name,
             tools=self.schemas,
             params=SamplingParams(),
             generation=_generation(reply, self.model),
-            response=message,
+            parsed=parsed,
+            response=message_of(parsed, call_id_of(self._calls.turns)),
+            text=parsed.content,
             read=() if parent is None else parent.executions,
-            settled=not parsed.tool_calls and parsed.error is None,
             fixed=FixedModelCall(
                 model=self.model.model,
                 base_url=self.model.shown_url,
@@ -473,10 +467,10 @@ class FixedRole(Role):
                 cost=reply.spent.cost,
             ),
         )
-        self._calls.add(pending)
-        self._conversation.append_message(message)
-        self._made(pending)
-        return self._calls.turn(pending, parsed, parsed.content)
+        self._calls.add(turn)
+        self._conversation.append_message(turn.response)
+        self._made(turn)
+        return turn
 
     async def _ask(self, params: Mapping[str, Any]) -> Reply:
         require_text_only(self._conversation.messages, f"the fixed model of role {self.name}")

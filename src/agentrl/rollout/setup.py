@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from agentrl.base.processes import stop_on_signals
 from agentrl.base.registry import import_modules
 from agentrl.base.user_code import allow, names_outside
+from agentrl.calls.prompts import context_problem
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.model_folder import model_context_length, tokenizer_fingerprint
 from agentrl.chat.open_format import open_chat_format
@@ -50,7 +51,6 @@ from agentrl.rollout.agents import CONTEXT_MANAGERS, check_agent
 from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer, collect_garbage_less_often
 from agentrl.rollout.load_tasks import load_read_tasks, read_source
 from agentrl.rollout.preflight import probe, require_groups
-from agentrl.rollout.prompts import context_problem
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.groups import ESTIMATORS

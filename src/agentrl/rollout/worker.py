@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.base.spans import Span
 from agentrl.base.user_code import allow, contain, contain_call, is_allowed
+from agentrl.calls.trace import end_trajectory, trajectory_span
+from agentrl.calls.trajectory_calls import CallWriter, TrajectoryCalls
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.columns.outages import Clock, Outages
+from agentrl.columns.outages import Clock, HeldTools, Outages
 from agentrl.columns.scores import Scoring
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, ToolConfig
 from agentrl.documents.record import Failure
@@ -38,9 +40,6 @@ from agentrl.observe.logging import failure_text
 from agentrl.rollout.agent_io import Gateway, Outcome
 from agentrl.rollout.agents import AGENTS, CONTEXT_MANAGERS, Agent, AgentClass, run_agent, scorer_context
 from agentrl.rollout.rollout import Rollout
-from agentrl.rollout.tool_calls import HeldTools
-from agentrl.rollout.trace import end_trajectory, trajectory_span
-from agentrl.rollout.trajectory_calls import CallWriter, TrajectoryCalls
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.scorers import require_scorer
 from agentrl.tools.pool import ToolPool
@@ -111,7 +110,9 @@ class Worker:
             try:
                 async with clock.limit(self.agent.trajectory_timeout_seconds):
                     rollout, outcome = await self._run_trajectory(claim, clock)
-                end_trajectory(span, outcome, rollout.turns, rollout.tool_calls)
+                end_trajectory(
+                    span, outcome.stop_reason, outcome.final_answer, rollout.turns, rollout.tool_calls
+                )
                 return await self._score(claim, rollout, outcome, span)
             except TimeoutError:
                 limit = self.agent.trajectory_timeout_seconds

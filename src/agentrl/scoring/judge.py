@@ -6,14 +6,16 @@ import asyncio
 import hashlib
 import re
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
+from pydantic import BeforeValidator
+
 from agentrl.base.concurrency import Deadline, clock_stopped, current_deadline
+from agentrl.base.validation import Number, Text, check
 from agentrl.chat.parsers.parser import split_reasoning
-from agentrl.documents.document import is_finite
 from agentrl.errors import ScorerError, judge
 from agentrl.llm.agent_config import AgentSection, load_judge
 from agentrl.llm.chat import RULE, ChatAnswer, Messages, NoAnswerError, ask, fenced
@@ -201,12 +203,19 @@ _LINE = re.compile(r"\W*(\d{1,4})\s*[.:)]\W*\s*(un|not\s)?met\W*", re.IGNORECASE
 _HINT = 'give the task a field like "rubric": [{"criterion": "names the river", "weight": 2}]'
 
 
+def _criterion(item: Any) -> Any:
+    return {"criterion": item} if isinstance(item, str) else item
+
+
 @dataclass(frozen=True, slots=True)
 class Criterion:
     """What an answer should do, or with a negative weight should not do."""
 
-    text: str
-    weight: float = 1.0
+    criterion: Text
+    weight: Number = 1.0
+
+
+_Criteria = tuple[Annotated[Criterion, BeforeValidator(_criterion)], ...]
 
 
 @scorer("rubric")
@@ -221,32 +230,26 @@ async def rubric(context: ScorerContext) -> ScoreResult:
         return ScoreResult(0.0, {"verdict": "no answer"})
     section = load_judge(context.agent_config_path)
     template = section.rubric_prompt_template or RUBRIC_TEMPLATE
-    listed = "\n".join(f"{number}: {item.text}" for number, item in enumerate(criteria, 1))
+    texts = [" ".join(item.criterion.split()) for item in criteria]
+    listed = "\n".join(f"{number}: {text}" for number, text in enumerate(texts, 1))
     values = {"question": context.query, "pred_answer": context.final_answer, "criteria": listed}
     verdicts, details = await _judge(
         section, template, values, lambda reply: verdicts_of(reply, len(criteria))
     )
-    met = [item for item, is_met in zip(criteria, verdicts, strict=True) if is_met]
+    gained = sum(item.weight for item, is_met in zip(criteria, verdicts, strict=True) if is_met)
     best = sum(item.weight for item in criteria if item.weight > 0)
-    score = min(1.0, max(0.0, sum(item.weight for item in met) / best))
-    return ScoreResult(score, {**details, "met": [item.text for item in met]})
+    met = [text for text, is_met in zip(texts, verdicts, strict=True) if is_met]
+    return ScoreResult(min(1.0, max(0.0, gained / best)), {**details, "met": met})
 
 
-def read_criteria(value: Any) -> list[Criterion]:
+def read_criteria(value: Any) -> Sequence[Criterion]:
     """Return the criteria of a task: texts, or mappings with ``criterion`` and ``weight``.
 
     Raises ScorerError for anything else, and if no weight is positive.
     """
-    if not isinstance(value, (list, tuple)) or not value:
+    if not value:
         raise ScorerError("the task has no rubric", hint=_HINT)
-    criteria = []
-    for item in value:
-        given = item if isinstance(item, Mapping) else {"criterion": item}
-        text, weight = given.get("criterion"), given.get("weight", 1.0)
-        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-        if not isinstance(text, str) or not text.strip() or not is_number or not is_finite(weight):
-            raise ScorerError(f"the rubric has the criterion {str(item)[:200]!r}", hint=_HINT)
-        criteria.append(Criterion(" ".join(text.split()), float(weight)))
+    criteria = check(_Criteria, value, lambda problem: ScorerError(problem.text, hint=_HINT), "rubric")
     if not any(item.weight > 0 for item in criteria):
         raise ScorerError("the rubric has no criterion with a positive weight", hint=_HINT)
     return criteria

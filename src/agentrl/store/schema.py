@@ -261,8 +261,16 @@ INDEXES: dict[str, list[IndexModel]] = {
     connection.STEP: [_index("step", unique=True, where=_ACTIVE_STEPS), _index("status", "step")],
 }
 
+
+def _view(found: object) -> tuple[str, list[Json]]:
+    match found:
+        case (str(source), list(pipeline)):
+            return source, pipeline
+    raise TypeError("it is not a pair of a collection's name and a list of stages")
+
+
 VIEWS: Registry[tuple[str, list[Json]]] = Registry(
-    "audit view", group="agentrl.views", built_in=("agentrl.screens.views",)
+    "audit view", group="agentrl.views", built_in=("agentrl.screens.views",), convert=_view
 )
 """Every MongoDB view → (collection, pipeline). Compass shows them; no process needs one."""
 

@@ -143,7 +143,7 @@ class Services(Repository):
 
     @database_call
     async def beat(
-        self, service_id: str, *, status: ServiceStatus, policy_version: int | None, running_requests: int,
+        self, service_id: str, *, status: ServiceStatus, policy_version: int, running_requests: int,
         running_tokens: int = 0, context_length: int | None = None, detail: str | None = None,
         adapter: str | None = None,
         needs_full: bool = False,
@@ -152,11 +152,11 @@ class Services(Repository):
 
         Raises StoreError if the engine is not registered.
         """
-        version, served = literal(policy_version), {"$ifNull": ["$served", []]}
-        loaded = {"$concatArrays": [served, [{"version": version, "at": "$$NOW"}]]}
-        is_same = {"$or": [{"$eq": [version, None]}, {"$eq": [version, "$policy_version"]}]}
+        served = {"$ifNull": ["$served", []]}
+        loaded = {"$concatArrays": [served, [{"version": policy_version, "at": "$$NOW"}]]}
+        is_same = {"$eq": [policy_version, "$policy_version"]}
         fields = {
-            "status": literal(status.value), "policy_version": version,
+            "status": literal(status.value), "policy_version": policy_version,
             "running_requests": running_requests, "running_tokens": running_tokens,
             "context_length": context_length, "detail": literal(detail), "needs_full": needs_full,
             "heartbeat": "$$NOW", "adapter": literal(adapter),

@@ -1,16 +1,15 @@
-"""Describe tool servers, and read those of a run from its files, manager and flags; hide their secrets."""
+"""Describe tool servers, read them from a file, limit their calls, and hide their secrets."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib
 import os
 import re
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,9 +31,6 @@ from agentrl.base.validation import (
     read_settings,
     wrong,
 )
-from agentrl.config.schema import ToolConfig
-from agentrl.errors import ConfigError
-from agentrl.tools.python import StatefulTools
 
 WORKDIR = "${workdir}"
 """In a stdio server's args, env and cwd: a folder of that process alone, deleted when it ends."""
@@ -262,8 +258,7 @@ _SERVERS_HINT = (
     "write 'servers:' with entries 'NAME: {command, args, env, cwd, sandbox}' or 'NAME: {url, headers,"
     " headers_env}'; docs/tools.md lists every key"
 )
-_URL_HINT = "write http://HOST:PORT/PATH or https://…"
-_TOOLS_HINT = "write 'tools:' with a list of {class_name, config, tool_schema}, as in verl's examples"
+URL_HINT = "write http://HOST:PORT/PATH or https://…"
 _OPTIONS = frozenset(item.name for item in dataclasses.fields(Options))
 
 
@@ -274,7 +269,7 @@ file. Raises ConfigError for a value that is wrong, and for a sandbox that this 
 SERVER_SANDBOXES: Registry[Isolate] = Registry(
     "sandbox of tool servers",
     group="agentrl.server_sandboxes",
-    built_in=("agentrl.worlds.sandbox.isolation",),
+    built_in=("agentrl.worlds.sandbox.tool",),
 )
 
 
@@ -287,16 +282,6 @@ def _isolated(spec: StdioSpec, sandbox: Any, file: SettingsFile, place: Sequence
             hint="install the whole of agentrl, or leave 'sandbox' out for a server that you trust",
         )  # fmt: skip
     return isolate(spec, sandbox, file, place)
-
-
-def configured_servers(config: ToolConfig) -> list[ServerSpec]:
-    """Return every server that the flags name; there may be none."""
-    specs: list[ServerSpec] = []
-    if config.mcp_servers_file is not None:
-        specs.extend(load_servers(config.mcp_servers_file))
-    if config.mcp_manager_url is not None:
-        specs.append(_manager(config, config.mcp_manager_url))
-    return specs
 
 
 def load_servers(path: str | Path) -> list[McpSpec]:
@@ -314,7 +299,7 @@ def load_servers(path: str | Path) -> list[McpSpec]:
     raise file.error("has neither a mapping 'servers' nor 'mcpServers'")
 
 
-def _is_http(url: str) -> bool:
+def is_http(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -323,8 +308,8 @@ def _is_http(url: str) -> bool:
 
 
 def _http_url(url: str) -> str:
-    if not _is_http(url):
-        raise broken("is not a URL of HTTP", hint=_URL_HINT)  # a URL may hold secrets: it is not shown
+    if not is_http(url):
+        raise broken("is not a URL of HTTP", hint=URL_HINT)  # a URL may hold secrets: it is not shown
     return url
 
 
@@ -416,100 +401,3 @@ def _own(file: SettingsFile, key: str, name: str, entry: Any) -> McpSpec:
 
 def _options(entry: Options) -> Options:
     return Options(**{name: getattr(entry, name) for name in _OPTIONS})
-
-
-def _manager(config: ToolConfig, url: str) -> ServerSpec:
-    token = os.environ.get(config.mcp_auth_token_env)
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    url = url.rstrip("/")
-    if not _is_http(url):
-        raise ConfigError("--mcp_manager_url is not a URL of HTTP", hint=_URL_HINT)
-    if url.endswith("/mcpapi"):
-        return ManagerSpec(url=url, server=config.mcp_server_name, headers=headers)
-    name = "mcp" if config.mcp_server_name == "all" else config.mcp_server_name
-    return HttpSpec(name=name, url=url, headers=headers)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfiguredTools:
-    """The tools of one file."""
-
-    tools: tuple[StatefulTools, ...] = ()
-    servers: tuple[ServerSpec, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Mcp:
-    """The servers of an entry; keys that only verl reads are ignored, as in the whole file."""
-
-    mcp_servers_config_path: Text
-    tool_selected_list: tuple[PlainText, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    """A tool class with its settings, or MCP servers."""
-
-    class_name: Text | None = None
-    config: Mapping[str, Any] | None = None
-    tool_schema: Any = None
-    mcp: _Mcp | None = None
-
-    def __post_init__(self) -> None:
-        kind = (self.config or {}).get("type", "native")
-        if kind not in ("native", "mcp") and self.mcp is None:
-            raise wrong("native or mcp", "config", "type")
-        if kind == "mcp" and self.mcp is None:
-            raise broken("has no mcp_servers_config_path", "mcp", hint="give the path of a JSON file")
-        if kind == "native" and self.class_name is None:
-            raise broken("has no class_name")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    tools: tuple[_Entry, ...]
-
-
-def load_tools(path: str | None, *, call_timeout: float) -> ConfiguredTools:
-    """Return the tools of the file; none without a path. Raises ConfigError."""
-    if path is None:
-        return ConfiguredTools()
-    file = read_settings(path, what="--tool_config_path", hint=_TOOLS_HINT)
-    tools: list[StatefulTools] = []
-    servers: list[ServerSpec] = []
-    for index, entry in enumerate(file.check(_File, file.content).tools):
-        settings = dict(entry.config or {})
-        if settings.pop("type", "native") == "native":
-            where = f"{path}: tools[{index}]"
-            name = str(entry.class_name)
-            tools.append(
-                StatefulTools.load(
-                    _class(name, where), settings, entry.tool_schema, where=f"{where} ({name})",
-                    call_timeout=call_timeout,
-                )
-            )  # fmt: skip
-        elif entry.mcp is not None:
-            servers += _offered(entry.mcp)
-    return ConfiguredTools(tools=tuple(tools), servers=tuple(servers))
-
-
-def _offered(mcp: _Mcp) -> list[ServerSpec]:
-    """Return the servers, which offer only the tools that the entry selects."""
-    return [
-        spec
-        if mcp.tool_selected_list is None or isinstance(spec, ManagerSpec)
-        else replace(spec, options=replace(spec.options, offer=mcp.tool_selected_list))
-        for spec in load_servers(mcp.mcp_servers_config_path)
-    ]
-
-
-def _class(name: str, where: str) -> Any:
-    """Import ``module.Class`` or ``module:Class``."""
-    module, _, attribute = name.rpartition(":" if ":" in name else ".")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        hint = "the path is module.Class; its file must lie in the working folder or on PYTHONPATH"
-        if module.partition(".")[0] == "verl":
-            hint = "install verl, or name another class: agentrl.worlds.sandbox.tool.PythonSandbox"
-        raise ConfigError(f"{where}: class_name {name!r} cannot be imported: {error}", hint=hint) from error

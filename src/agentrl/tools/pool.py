@@ -1,218 +1,144 @@
-"""Open the tool servers of one process, give each trajectory a session, and close them."""
+"""Find the tools that flags and files name, open their servers, and give each trajectory a session."""
 
 from __future__ import annotations
 
 import asyncio
-import re
-import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
 from typing import Any, Self
 
-from agentrl.base.concurrency import task_group
+from agentrl.base.validation import PlainText, Text, broken, read_settings, wrong
 from agentrl.config.schema import ToolConfig
-from agentrl.documents.model_call import Condensed
-from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
+from agentrl.errors import ConfigError, ToolServerConfigError, ToolServerError, tool_server
 from agentrl.tools.browse import BrowseAgent
-from agentrl.tools.config import ManagerSpec, configured_servers, load_tools
+from agentrl.tools.config import URL_HINT, HttpSpec, ManagerSpec, ServerSpec, is_http, load_servers
 from agentrl.tools.manager import managed_servers
 from agentrl.tools.mcp.server import mcp_server
-from agentrl.tools.python import python_servers
+from agentrl.tools.python import StatefulTools, python_servers
 from agentrl.tools.tool import (
     ENVIRONMENT,
-    ROLES,
     OwnSession,
-    Rewarding,
     Schema,
     ServerSession,
-    ToolResult,
+    ToolNames,
     ToolServer,
+    ToolSession,
     TrajectoryInfo,
-    function_schema,
-    outages_of,
     schema_name,
 )
 
-Condense = Callable[[str, Mapping[str, Any], str], Awaitable[Condensed | None]]
-"""Returns a tool's text condensed, by the tool's name, arguments and text; None leaves it as it is."""
-
-
-_SAFE = re.compile(r"[^\W\d][\w.-]{0,63}")
-"""Names that every chat format can call; OpenAI's and Anthropic's APIs take 64 characters too."""
-_UNSAFE = re.compile(r"[^\w.-]")
-_LONGEST = 64
-
-
-class ToolNames:
-    """The names under which the tools of several servers are offered: safe, and each for one tool.
-
-    A name depends on the names of the tools alone, since it stands in prompts that are trained.
-    """
-
-    def __init__(self, tools: Mapping[str, Iterable[Schema]]) -> None:
-        """``tools`` holds each server's schemas, by the server's name."""
-        own = {(server, schema_name(schema)) for server, schemas in tools.items() for schema in schemas}
-        servers_with = Counter(tool for _, tool in own)
-        self._shared = {tool for tool, count in servers_with.items() if count > 1}
-        self._offered: dict[tuple[str, str], str] = {}
-        # Name safe ones first, so that no renamed tool takes their names; sort for the same names everywhere.
-        for server, tool in sorted(own, key=lambda of: (not _SAFE.fullmatch(self._plain(*of)), of)):
-            self.offered(server, tool)
-
-    def offered(self, server: str, tool: str) -> str:
-        """Return the name that the model sees, also for a tool that a server has added since."""
-        key = (server, tool)
-        if key not in self._offered:
-            name = plain = self._plain(server, tool)
-            if not _SAFE.fullmatch(plain):
-                name = _UNSAFE.sub("_", plain)
-                name = name if _SAFE.match(name) else f"_{name}"
-            if len(name) > _LONGEST or name in self._offered.values():
-                digest = sha256("\0".join(key).encode("utf-8", "replace")).hexdigest()[:8]
-                name = f"{name[: _LONGEST - 9]}_{digest}"
-            self._offered[key] = name
-        return self._offered[key]
-
-    def _plain(self, server: str, tool: str) -> str:
-        return f"{server}.{tool}" if tool in self._shared else tool
-
-    def renamed(self, server: str, schema: Schema) -> Schema:
-        """Return ``schema`` under the name that the model sees."""
-        function = schema["function"]
-        name = self.offered(server, function["name"])
-        return function_schema(name, function["description"], function["parameters"])
-
-
-class ToolSession:
-    """One trajectory's sessions with its servers, as one: ``async with pool.session(trajectory)``."""
-
-    def __init__(
-        self,
-        sessions: Mapping[str, ServerSession],
-        names: ToolNames,
-        *,
-        max_chars: int,
-        max_parallel: int,
-        condense: Condense | None = None,
-    ) -> None:
-        """``sessions`` are the trajectory's, by server. A result longer than ``max_chars`` is cut, and
-        ``max_parallel`` calls run at a time. ``condense`` may shorten a result before it is cut."""
-        self._sessions = sessions
-        self._names = names
-        self._max_chars = max_chars
-        self._condense = condense
-        self._slots = asyncio.Semaphore(max_parallel)
-        self._call_rewards: dict[str, list[float]] = {}
-
-    async def __aenter__(self) -> Self:
-        try:
-            async with task_group() as opening:
-                for name, session in self._sessions.items():
-                    opening.create_task(_open(name, session))
-        # Close what has opened: ``__aexit__`` is not called if ``__aenter__`` raises.
-        except BaseException:
-            await self.close()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def list(self) -> Sequence[Schema]:
-        """Return the function schemas of the tools offered now, sorted by name."""
-        offered = [
-            self._names.renamed(server, schema)
-            for server, session in self._sessions.items()
-            for schema in await session.list()
-        ]
-        return sorted(offered, key=schema_name)
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Call one tool by the name that ``list`` gives it.
-
-        The tool's error and its timeout are results. Raises ToolServerError for a lost server.
-        """
-        target = await self._target(name)
-        if target is None:
-            text = f"there is no tool {name} any more: its server no longer lists it"
-            return ToolResult(text=text, error=True, seconds=0.0, server="")
-        server, tool = target
-        async with self._slots:
-            # Start the clock in the slot: the tool's seconds do not hold the wait for other tools.
-            start = time.monotonic()
-            with outages_of(server):
-                reply = await self._sessions[server].call(tool, arguments)
-            seconds = time.monotonic() - start
-        if reply.reward is not None:
-            self._call_rewards.setdefault(name, []).append(reply.reward)
-        text, condensed = reply.text, None
-        # Condense outside of the slot: it waits for a model while other tools could run.
-        if self._condense is not None and not reply.error:
-            condensed = await self._condense(name, arguments, text)
-            if condensed is not None and condensed.result is not None:
-                text = condensed.result
-        return ToolResult(
-            text=_cut(text, reply.max_chars or self._max_chars),
-            error=reply.error,
-            seconds=seconds,
-            server=server,
-            reward=reply.reward,
-            condensed=condensed,
-            images=reply.images,
-        )
-
-    async def rewards(self) -> dict[str, dict[str, Any]]:
-        """Return ``{tool: {"calls": rewards of its calls, "state": reward of its state}}`` of tools that give
-        rewards; call it before ``close``. Rewards of roles are ``roles``, and the first is that of the state.
-        What an environment's reward was made of is ``details``.
-        Raises ToolServerError."""
-        rewards: dict[str, dict[str, Any]] = {
-            name: {"calls": list(calls)} for name, calls in self._call_rewards.items()
-        }
-        for server, session in self._sessions.items():
-            with outages_of(server):
-                state = await session.reward() if isinstance(session, Rewarding) else None
-            if isinstance(state, Mapping):
-                first = next(iter(state.values()))
-                rewards.setdefault(server, {"calls": []}).update({"state": first, ROLES: dict(state)})
-            elif state is not None:
-                rewards.setdefault(server, {"calls": []})["state"] = state
-            if details := getattr(session, "reward_details", None):
-                rewards[server]["details"] = details
-        return rewards
-
-    async def close(self) -> None:
-        """Close every session: their teardown hooks. Idempotent."""
-        await asyncio.gather(*(session.close() for session in self._sessions.values()))
-
-    async def _target(self, name: str) -> tuple[str, str] | None:
-        for server, session in self._sessions.items():
-            for schema in await session.list():
-                tool = schema_name(schema)
-                if self._names.offered(server, tool) == name:
-                    return server, tool
-        return None
-
-
-async def _open(server: str, session: ServerSession) -> None:
-    with outages_of(server):
-        try:
-            await session.open()
-        except asyncio.CancelledError:  # a task group would take it for an opened session
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise
-            raise ToolServerError(f"the opening of tool server {server} was cancelled") from None
-
-
-def _cut(text: str, limit: int) -> str:
-    if len(text) <= limit:
-        return text
-    return f"{text[:limit]}\n[cut: {len(text) - limit} more characters]"
-
-
+_TOOLS_HINT = "write 'tools:' with a list of {class_name, config, tool_schema}, as in verl's examples"
 _ALL = "all"
+
+
+def configured_servers(config: ToolConfig) -> list[ServerSpec]:
+    """Return every server that the flags name; there may be none."""
+    specs: list[ServerSpec] = []
+    if config.mcp_servers_file is not None:
+        specs.extend(load_servers(config.mcp_servers_file))
+    if config.mcp_manager_url is not None:
+        specs.append(_manager(config, config.mcp_manager_url))
+    return specs
+
+
+def _manager(config: ToolConfig, url: str) -> ServerSpec:
+    token = os.environ.get(config.mcp_auth_token_env)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    url = url.rstrip("/")
+    if not is_http(url):
+        raise ConfigError("--mcp_manager_url is not a URL of HTTP", hint=URL_HINT)
+    if url.endswith("/mcpapi"):
+        return ManagerSpec(url=url, server=config.mcp_server_name, headers=headers)
+    name = "mcp" if config.mcp_server_name == "all" else config.mcp_server_name
+    return HttpSpec(name=name, url=url, headers=headers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfiguredTools:
+    """The tools of one file."""
+
+    tools: tuple[StatefulTools, ...] = ()
+    servers: tuple[ServerSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mcp:
+    """The servers of an entry; keys that only verl reads are ignored, as in the whole file."""
+
+    mcp_servers_config_path: Text
+    tool_selected_list: tuple[PlainText, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """A tool class with its settings, or MCP servers."""
+
+    class_name: Text | None = None
+    config: Mapping[str, Any] | None = None
+    tool_schema: Any = None
+    mcp: _Mcp | None = None
+
+    def __post_init__(self) -> None:
+        kind = (self.config or {}).get("type", "native")
+        if kind not in ("native", "mcp") and self.mcp is None:
+            raise wrong("native or mcp", "config", "type")
+        if kind == "mcp" and self.mcp is None:
+            raise broken("has no mcp_servers_config_path", "mcp", hint="give the path of a JSON file")
+        if kind == "native" and self.class_name is None:
+            raise broken("has no class_name")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    tools: tuple[_Entry, ...]
+
+
+def load_tools(path: str | None, *, call_timeout: float) -> ConfiguredTools:
+    """Return the tools of the file; none without a path. Raises ConfigError."""
+    if path is None:
+        return ConfiguredTools()
+    file = read_settings(path, what="--tool_config_path", hint=_TOOLS_HINT)
+    tools: list[StatefulTools] = []
+    servers: list[ServerSpec] = []
+    for index, entry in enumerate(file.check(_File, file.content).tools):
+        settings = dict(entry.config or {})
+        if settings.pop("type", "native") == "native":
+            where = f"{path}: tools[{index}]"
+            name = str(entry.class_name)
+            tools.append(
+                StatefulTools.load(
+                    _class(name, where), settings, entry.tool_schema, where=f"{where} ({name})",
+                    call_timeout=call_timeout,
+                )
+            )  # fmt: skip
+        elif entry.mcp is not None:
+            servers += _offered(entry.mcp)
+    return ConfiguredTools(tools=tuple(tools), servers=tuple(servers))
+
+
+def _offered(mcp: _Mcp) -> list[ServerSpec]:
+    """Return the servers, which offer only the tools that the entry selects."""
+    return [
+        spec
+        if mcp.tool_selected_list is None or isinstance(spec, ManagerSpec)
+        else replace(spec, options=replace(spec.options, offer=mcp.tool_selected_list))
+        for spec in load_servers(mcp.mcp_servers_config_path)
+    ]
+
+
+def _class(name: str, where: str) -> Any:
+    """Import ``module.Class`` or ``module:Class``."""
+    module, _, attribute = name.rpartition(":" if ":" in name else ".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        hint = "the path is module.Class; its file must lie in the working folder or on PYTHONPATH"
+        if module.partition(".")[0] == "verl":
+            hint = "install verl, or name another class: agentrl.worlds.sandbox.tool.PythonSandbox"
+        raise ConfigError(f"{where}: class_name {name!r} cannot be imported: {error}", hint=hint) from error
 
 
 class ToolPool:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from agentrl.base.concurrency import TOOL_THREADS, Threads
 from agentrl.base.registry import Registry
 from agentrl.base.user_code import contain, contain_call
+from agentrl.base.validation import check
 from agentrl.documents.document import is_score
 from agentrl.errors import AgentRLError, ConfigError, ToolServerError
 from agentrl.tools.tool import (
@@ -261,6 +262,14 @@ class ToolSchema(_Open):
     function: FunctionSchema
 
 
+_SCHEMA_HINT = "write type: function, and function with name, description and parameters"
+
+
+def _read_schema(schema: Any, where: str, *place: str, hint: str) -> ToolSchema:
+    """Return a function schema as an object. Raises ConfigError, which begins with ``where``."""
+    return check(ToolSchema, schema, lambda found: ConfigError(f"{where}: {found.text}", hint=hint), *place)
+
+
 class StatefulTool(ABC):
     """Base class of a tool with state by trajectory. Override ``execute``, and what else the tool needs.
 
@@ -321,14 +330,7 @@ class StatefulTools(ToolServer):
         """Make the tool object of a class. Raises ConfigError if the class refuses its configuration."""
         if not callable(getattr(kind, "execute", None)):
             raise ConfigError(f"{where} has no method 'execute'", hint="see docs/tools.md")
-        try:
-            view = None if schema is None else ToolSchema.model_validate(schema)
-        except ValidationError as error:
-            problem = error.errors()[0]
-            raise ConfigError(
-                f"{where}: tool_schema.{'.'.join(map(str, problem['loc']))}: {problem['msg']}",
-                hint="write type: function, and function with name, description and parameters",
-            ) from error
+        view = None if schema is None else _read_schema(schema, where, "tool_schema", hint=_SCHEMA_HINT)
         try:
             target = contain_call(lambda: kind(dict(config), view), where, ToolServerError)
         except ToolServerError as error:
@@ -472,11 +474,8 @@ def _plain_schema(target: Any) -> Schema:
         schema = contain_call(target.get_openai_tool_schema, "get_openai_tool_schema", ToolServerError)
     if hasattr(schema, "model_dump"):
         schema = schema.model_dump(exclude_none=True)
-    try:
-        function = ToolSchema.model_validate(schema).function
-    except ValidationError as error:
-        raise ConfigError(
-            f"the tool {type(target).__name__} has no function schema: {error.errors()[0]['msg']}",
-            hint="give tool_schema in the tool configuration, or return it from get_openai_tool_schema",
-        ) from error
+    function = _read_schema(
+        schema, f"the tool {type(target).__name__} has no function schema",
+        hint="give tool_schema in the tool configuration, or return it from get_openai_tool_schema",
+    ).function  # fmt: skip
     return function_schema(function.name, function.description, function.parameters or None)

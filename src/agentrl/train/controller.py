@@ -26,8 +26,7 @@ from agentrl.errors import ModelError, PublishError
 from agentrl.model.load import Policy
 from agentrl.train.optimizer import optimizer_state, write_optimizer
 from agentrl.train.step import PolicyTrainer, StepResult
-from agentrl.weights.delta import SUFFIX, encode
-from agentrl.weights.difference import Rounding
+from agentrl.weights.delta import SUFFIX, Rounding, encode
 from agentrl.weights.folder import ADAPTER_WEIGHTS, checksums, complete_folder
 from agentrl.weights.live import LiveHolder
 from agentrl.weights.snapshot import (
@@ -338,14 +337,11 @@ class Controller:
 
     trainer: PolicyTrainer
     """This rank's."""
+    policy: Policy
+    """The trainer's: the model, of which this rank holds a part, and its tokenizer's folder."""
     world: World
     writer: RankWriter
     """This rank's."""
-
-    @property
-    def policy(self) -> Policy:
-        """The model, of which this rank holds a part, and its tokenizer's folder."""
-        return self.trainer.policy
 
     def train(
         self, data: Sequence[DBRecordData], ages: Mapping[int, int] | None, images: Mapping[str, Image]
@@ -395,7 +391,7 @@ def lead(world: World, build: Callable[..., PolicyTrainer], *arguments: Any) -> 
     world.use_device()
     world.broadcast("build", *arguments)
     trainer = build(*arguments)
-    return Controller(trainer, world, _writer(trainer, world))
+    return Controller(trainer, trainer.policy, world, _writer(trainer, world))
 
 
 def follow(world: World, build: Callable[..., PolicyTrainer]) -> None:

@@ -9,6 +9,9 @@ begin in the file, and the bytes of each frame. A gap is the number of unchanged
 one. There is one frame for each byte of the gaps and then of the values, lowest byte first: the high bytes
 of gaps and the exponents of values compress well, and would not beside the others. Width 0: all elements of
 the chunk are stored, without gaps.
+
+The last part measures how far two sets of weights lie apart, and how much of a change rounding leaves. torch
+is imported where it is used: samplers import this module too.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ import hashlib
 import json
 import math
 import os
+import re
 import struct
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,13 +32,22 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
+from safetensors import safe_open
 
 from agentrl.documents.run import FileChecksum
-from agentrl.errors import PublishError
-from agentrl.weights.tensor_checksums import TensorChecksum, dtype_code, new_checksum, raw
+from agentrl.errors import ModelError, PublishError
+from agentrl.weights.folder import (
+    TensorChecksum,
+    dtype_code,
+    new_checksum,
+    raw,
+    read_header,
+    tensor_files,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 MAGIC = b"AGENTRL delta 1\n"
 SUFFIX = ".delta"
@@ -268,3 +282,101 @@ def _other_tensors(name: str) -> PublishError:
         f"tensor {name} is not in both versions with one dtype and shape: there is no delta between them",
         hint="publish whole weights",
     )
+
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDifference:
+    """The distance of two sets of weights in one layer; both are Euclidean norms."""
+
+    layer: str
+    """``layer 3``, or the name of a tensor outside the layers."""
+    difference: float
+    norm: float
+    """Of the first set."""
+
+    @property
+    def relative(self) -> float:
+        """``difference`` as a share of ``norm``."""
+        return self.difference / self.norm if self.norm else 0.0
+
+
+@dataclass
+class Rounding:
+    """Sums over this rank's weights: Δ², and Δ times the change that is left after rounding."""
+
+    whole: float = 0.0
+    kept: float = 0.0
+
+    def add(self, delta: Tensor, written: Tensor, times: float = 1.0) -> None:
+        """Add a layer: its Δ, and the difference that the rounded weights make.
+
+        A sample stands for ``times`` as many weights.
+        """
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        delta, written = (each.to_local() if isinstance(each, DTensor) else each for each in (delta, written))
+        self.whole += times * float((delta * delta).sum(dtype=torch.float64))
+        self.kept += times * float((delta * written).sum(dtype=torch.float64))
+
+    def take_share(self) -> float | None:
+        """Return the share of Δ that is left on all ranks, about 0 to 1, and reset; None without a Δ.
+
+        Every rank calls it.
+        """
+        import torch.distributed as dist
+
+        sums = [(self.whole, self.kept)]
+        if dist.is_initialized():
+            sums *= dist.get_world_size()
+            dist.all_gather_object(sums, (self.whole, self.kept))
+        self.whole = self.kept = 0.0
+        whole, kept = (sum(column) for column in zip(*sums, strict=True))
+        return kept / whole if whole else None
+
+
+def layer_differences(first: Path, second: Path) -> list[LayerDifference]:
+    """Compare the ``.safetensors`` files of two folders, one tensor at a time.
+
+    Raises ModelError for folders with other tensors or that cannot be read.
+    """
+    names = _names(first)
+    if names.keys() != (other := _names(second)).keys():
+        unknown = sorted(names.keys() ^ other.keys())
+        raise ModelError(f"{first} and {second} hold other tensors, {unknown[0]} among them")
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for name, file in names.items():
+        one, two = _read_tensor(file, name), _read_tensor(other[name], name)
+        if one.shape != two.shape:
+            raise ModelError(
+                f"{name} has the shape {list(one.shape)} in {first}, and {list(two.shape)} in {second}"
+            )
+        found = _LAYER.search(name)
+        total = sums[f"layer {found[1]}" if found else name]
+        total[0] += float((one - two).square().sum())
+        total[1] += float(one.square().sum())
+    return [
+        LayerDifference(layer, math.sqrt(apart), math.sqrt(norm)) for layer, (apart, norm) in sums.items()
+    ]
+
+
+def _names(folder: Path) -> dict[str, Path]:
+    """Return {tensor: file}, layers in order of their number."""
+    found = {name: file for file in tensor_files(folder) for name in read_header(file)}
+    if not found:
+        raise ModelError(f"{folder} holds no weights: no file *.safetensors")
+
+    def place(name: str) -> tuple[int, str]:
+        layer = _LAYER.search(name)
+        return int(layer[1]) if layer else -1, name
+
+    return {name: found[name] for name in sorted(found, key=place)}
+
+
+def _read_tensor(file: Path, name: str) -> Tensor:
+    with safe_open(file, "pt") as content:
+        tensor: Tensor = content.get_tensor(name)
+    return tensor.double()

@@ -2,10 +2,14 @@
 
 Everything that reads an adapter comes through here: the trainer, the local engine and the merge into whole
 weights. Other engines get adapters that AgentRL trained, or merged weights.
+
+A tensor's checksum is XXH3 of 128 bits, which costs a tenth of SHA-256: it finds damage, not forgery. Files
+that cross a network have a SHA-256 beside it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -17,18 +21,28 @@ import os
 import re
 import shutil
 import struct
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
 from agentrl.base.atomic_folder import atomic_folder, replace_file
 from agentrl.config.schema import ModelConfig
 from agentrl.documents.model_call import ExpertShape
 from agentrl.documents.run import FileChecksum
 from agentrl.errors import ConfigError, ModelError, PublishError
-from agentrl.weights.tensor_checksums import TensorChecksum
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ARCHITECTURE_KEYS = (
@@ -257,6 +271,61 @@ def _of_layer(patterns: dict[str, Any] | None, layer: str, default: Any) -> Any:
     return next(found, default)
 
 
+MERGED = Path(".agentrl/merged")
+_MERGE_SECONDS = 1800.0
+_KILL_SECONDS = 10.0
+_ERROR_LINES = 5
+
+
+async def merged_model(adapter: Path, base: str | None, root: Path = MERGED) -> Path:
+    """Return a folder with the whole model; merge unless the same adapter was merged into the same model.
+
+    ``base`` is the model that the run starts from; None takes the folder that the adapter names. Raises
+    ModelError if there is no such folder, and if the adapter cannot be merged within half an hour.
+    """
+    model = await asyncio.to_thread(_base_of, adapter, base)
+    files = await asyncio.to_thread(checksums, adapter)
+    key = json.dumps([[file.name, file.sha256] for file in files] + [[str(model)]])
+    target = root / hashlib.sha256(key.encode()).hexdigest()[:16]
+    if not target.is_dir():
+        await _merge(adapter, model, target)
+    return target
+
+
+def _base_of(adapter: Path, base: str | None) -> Path:
+    named = base or read_adapter_config(adapter).get("base_model_name_or_path")
+    folder = Path(str(named))
+    if named is None or not folder.is_dir():
+        raise ModelError(
+            f"{adapter} holds an adapter of {named or 'an unknown model'}, which is not a folder here",
+            hint="give the model that the run starts from by --model_name_or_path",
+        )
+    return folder.resolve()
+
+
+async def _merge(adapter: Path, base: Path, target: Path) -> None:
+    command = [sys.executable, "-m", "agentrl.model.merge_adapter", str(adapter), str(base), str(target)]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(_MERGE_SECONDS):
+            _, words = await process.communicate()
+    except TimeoutError as error:
+        raise ModelError(f"{adapter} could not be merged within {_MERGE_SECONDS:g} s") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            async with asyncio.timeout(_KILL_SECONDS):
+                await process.wait()
+    if process.returncode != 0:
+        last = "\n".join(words.decode(errors="replace").strip().splitlines()[-_ERROR_LINES:])
+        raise ModelError(
+            f"{adapter} cannot be merged into {base}:\n{last}",
+            hint="give the model that it was trained with by --model_name_or_path",
+        )
+
+
 CHAT_TEMPLATE = "chat_template.jinja"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _HEADROOM_BYTES = 16 << 20
@@ -377,6 +446,95 @@ def _disk_full(target: Path, needed_bytes: int) -> PublishError:
         f"the disk of {target.parent} is full: {target.name} needs {needed_bytes:,} bytes, {free:,} are free",
         hint=_FREE_SPACE,
     )
+
+
+_CODES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64",
+    "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+"""The names of dtypes in safetensors files, by torch's."""
+_SHA256_LENGTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChecksum:
+    """The dtype as safetensors files name it (``BF16``), the shape, and the checksum of the bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: str
+    """Hexadecimal: of XXH3, or SHA-256 in a version that an older trainer published."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorChecksum:
+        """Return the checksum of a tensor on the CPU."""
+        digest = new_checksum()
+        digest.update(raw(tensor).data)
+        return cls(dtype_code(tensor), tuple(tensor.shape), digest.hexdigest())
+
+    @classmethod
+    def from_json(cls, value: Any) -> TensorChecksum:
+        """Return the checksum that ``to_json`` wrote. Raises ValueError or TypeError for any other value."""
+        dtype, shape, checksum = value
+        return cls(str(dtype), tuple(int(size) for size in shape), str(checksum))
+
+    def to_json(self) -> list[Any]:
+        """Return ``[dtype, shape, checksum]``."""
+        return [self.dtype, list(self.shape), self.checksum]
+
+
+def new_checksum(like: str = "") -> Any:
+    """Return an object to compute a checksum with, as hashlib's are; of the kind of ``like``."""
+    return hashlib.sha256() if len(like) == _SHA256_LENGTH else xxhash.xxh3_128()
+
+
+def dtype_code(tensor: Tensor) -> str:
+    """Return the dtype of a tensor as safetensors files name it: ``BF16``."""
+    return _CODES[str(tensor.dtype).removeprefix("torch.")]
+
+
+def torch_dtype(code: str) -> torch.dtype:
+    """Return the dtype that safetensors files name ``code``. Raises PublishError for an unknown one."""
+    import torch
+
+    name = next((name for name, known in _CODES.items() if known == code), None)
+    if name is None:
+        raise PublishError(f"a tensor has the dtype {code!r}; known are {', '.join(_CODES.values())}")
+    return cast("torch.dtype", getattr(torch, name))
+
+
+def raw(tensor: Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of a tensor on the CPU, without a copy if it is contiguous."""
+    import torch
+
+    found: NDArray[np.uint8] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return found
+
+
+def file_header(tensors: Mapping[str, Tensor]) -> tuple[list[str], bytes]:
+    """Return the names of ``tensors`` in the order of their bytes, and what a safetensors file begins with.
+
+    Larger dtypes come first, so that every tensor is aligned.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": dtype_code(tensor), "shape": list(tensor.shape), "data_offsets": [begin, end],
+        }  # fmt: skip
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return names, len(text).to_bytes(8, "little") + text
+
+
+def weights_digest(tensors: Mapping[str, TensorChecksum]) -> str:
+    """Return the SHA-256 over names, dtypes, shapes and checksums, ordered by name."""
+    content = [[name, *tensors[name].to_json()] for name in sorted(tensors)]
+    return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
 
 
 def checksums(folder: Path, known: Sequence[FileChecksum] = ()) -> tuple[FileChecksum, ...]:

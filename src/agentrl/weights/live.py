@@ -39,8 +39,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from agentrl.base.processes import identify
 from agentrl.documents.run import LiveKind, LiveShare, LiveWeights
 from agentrl.errors import ConfigError, ModelError, PublishError, first_line
-from agentrl.weights.folder import read_header
-from agentrl.weights.tensor_checksums import file_header, raw, torch_dtype
+from agentrl.weights.folder import file_header, raw, read_header, torch_dtype
 
 PREFIX = "agentrl-weights-"
 """Of the names of memory files, as /proc shows them."""

@@ -34,8 +34,15 @@ from agentrl.documents.status import VersionStatus
 from agentrl.errors import ModelError, PublishError, first_line
 from agentrl.weights import storage
 from agentrl.weights.delta import CHUNK, LENGTH, SUFFIX, WORDS, DeltaChunk, DeltaFile, StoredShape
-from agentrl.weights.folder import MANIFEST, WEIGHT_SUFFIXES, read_header, verify
-from agentrl.weights.tensor_checksums import TensorChecksum, new_checksum, weights_digest
+from agentrl.weights.folder import (
+    MANIFEST,
+    WEIGHT_SUFFIXES,
+    TensorChecksum,
+    new_checksum,
+    read_header,
+    verify,
+    weights_digest,
+)
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

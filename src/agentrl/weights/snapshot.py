@@ -34,8 +34,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from agentrl.documents.run import FileChecksum
-from agentrl.weights.folder import read_config
-from agentrl.weights.tensor_checksums import TensorChecksum, file_header, raw, weights_digest
+from agentrl.weights.folder import TensorChecksum, file_header, raw, read_config, weights_digest
 
 _OWN = frozenset(("architectures", "dtype", "torch_dtype", "quantization_config"))
 """Fields that describe what is written, not the base: the class, its dtype, and that nothing is quantized."""

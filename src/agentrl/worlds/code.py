@@ -28,8 +28,8 @@ from agentrl.documents.task_json import BadTaskError
 from agentrl.environments.environment import Environment, TaskRequest, environment
 from agentrl.errors import ConfigError, ScorerError, TaskEnvironmentError, TaskFileError
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
-from agentrl.worlds.sandbox.limits import Execution, sandbox_names
-from agentrl.worlds.sandbox.tool import Sandbox, open_sandbox, output_text
+from agentrl.worlds.containers.container import Execution
+from agentrl.worlds.sandbox.tool import Sandbox, open_sandbox, output_text, sandbox_names
 
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _SHOWN = 200

@@ -18,16 +18,15 @@ from weakref import WeakKeyDictionary
 
 from agentrl.base.concurrency import GRAPH_THREADS, end_tasks, own_code
 from agentrl.base.user_code import describe
-from agentrl.chat.chat_format import Message
-from agentrl.chat.text_stream import Delta, TextStream
+from agentrl.calls.trajectory_calls import MakeProgress
+from agentrl.calls.turns import Turn, with_text_arguments
+from agentrl.chat.chat_format import Delta, Message, TextStream
 from agentrl.documents.status import StopReason
 from agentrl.errors import ConfigError, TrajectoryError
 from agentrl.inference.engine import Progress
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import GRAPH_RUNNERS
-from agentrl.rollout.histories import MakeProgress
 from agentrl.rollout.rollout import Role, Rollout, current_rollout
-from agentrl.rollout.trajectory_calls import Turn, with_text_arguments
 from agentrl.scoring.answers import extract_answer
 
 try:

@@ -30,8 +30,7 @@ from agentrl.tools.config import McpSpec
 from agentrl.tools.manager import TRAJECTORY_HEADER
 from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES, render_item
 from agentrl.tools.mcp.server import McpServer, mcp_server
-from agentrl.tools.pool import ToolNames, ToolSession
-from agentrl.tools.tool import Schema, ToolResult, TrajectoryInfo, schema_name
+from agentrl.tools.tool import Schema, ToolNames, ToolResult, ToolSession, TrajectoryInfo, schema_name
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from agentrl.base.user_code import server_name
+from agentrl.base.validation import SettingsModel, Text
 from agentrl.documents.document import excerpt
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import TaskSource
@@ -23,7 +25,7 @@ from agentrl.documents.task_json import BadTaskError
 from agentrl.environments.environment import Environment, Observation, TaskRequest, environment
 from agentrl.errors import OutageError, SessionLostError, TaskEnvironmentError, TaskFileError
 from agentrl.tools.tool import Schema, function_schema
-from agentrl.worlds.server_address import CONNECT_SECONDS, count, get_json, server_url
+from agentrl.worlds.address import CONNECT_SECONDS, FromOne, get_json, read_options, server_url
 
 NAME = "nemo_gym"
 _EXAMPLE = f"env:{NAME}?url=http://127.0.0.1:8000&data=train.jsonl"
@@ -36,11 +38,19 @@ _EXCERPT = 300
 Json = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options(SettingsModel):
+    url: str = ""
+    data: Text
+    max_sessions: FromOne | None = None
+    max_turns: FromOne | None = None
+
+
 @environment(NAME)
 class NemoGym(Environment):
     """One row of NeMo-Gym; a message without a tool call is the answer that the server verifies."""
 
-    options = ("url", "data", "max_sessions", "max_turns")
+    options = tuple(item.name for item in fields(_Options))
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -54,23 +64,20 @@ class NemoGym(Environment):
     @classmethod
     def tasks(cls, request: TaskRequest) -> Iterator[Mapping[str, Any]]:
         """Yield the first ``n`` rows of the file. Raises TaskFileError for a bad row and an absent server."""
-        url = server_url(request.options.get("url", ""), NAME)
-        path = request.options.get("data")
-        if path is None:
-            raise TaskFileError(f"env:{NAME} names no data", hint=_EXAMPLE)
+        options = read_options(_Options, request.options, NAME, _EXAMPLE)
+        url, path = server_url(options.url, NAME), options.data
         _require_server(url)
-        limits = {name: count(request.options, name, NAME) for name in ("max_sessions", "max_turns")}
         for item in islice(TaskSource(Path(path)).items(), request.n):
             row = item.value
             try:
                 if isinstance(row, BadTaskError):
                     raise row
-                fields = _fields(row)
+                shown = _fields(row)
             except BadTaskError as error:
                 raise TaskFileError(f"{path}:{item.line}: {error}", hint="give NeMo-Gym's rows") from error
-            own = {"row": json.dumps(row), "max_sessions": limits["max_sessions"]}
-            turns = {} if limits["max_turns"] is None else {"max_turns": limits["max_turns"]}
-            yield {**fields, "meta": {"server": url, NAME: own}, **turns}
+            own = {"row": json.dumps(row), "max_sessions": options.max_sessions}
+            turns = {} if options.max_turns is None else {"max_turns": options.max_turns}
+            yield {**shown, "meta": {"server": url, NAME: own}, **turns}
 
     @classmethod
     def names(cls, task: Task) -> list[str]:

@@ -13,15 +13,17 @@ acts by its messages, by a tool ``step``, or by the tools that the server lists.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from agentrl.base.proxies import proxy_of
 from agentrl.base.user_code import server_name
+from agentrl.base.validation import SettingsModel
 from agentrl.documents.document import excerpt
 from agentrl.documents.task import Task
 from agentrl.environments.environment import Environment, Observation, TaskRequest, environment
@@ -34,13 +36,9 @@ from agentrl.errors import (
     TaskFileError,
 )
 from agentrl.tools.tool import Schema, ToolError, function_schema
-from agentrl.worlds.server_address import CONNECT_SECONDS, count, get_json, server_url
+from agentrl.worlds.address import CONNECT_SECONDS, FromOne, JsonObject, get_json, read_options, server_url
 
 NAME = "openenv"
-OPTIONS = (
-    "url", "action", "action_field", "observation_field", "reward", "query", "reset", "max_sessions",
-    "max_turns", "system_prompt",
-)  # fmt: skip
 FIRST = "{observation}"
 """The place of the first observation in ``query``."""
 _EXAMPLE = f"env:{NAME}?url=http://127.0.0.1:8000"
@@ -48,6 +46,27 @@ _SCALARS = ("string", "integer", "number", "boolean")
 _CALL = {"tool_name", "arguments"}
 """The fields of the action that calls an MCP tool of the server."""
 _ACTION_EXCERPT = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(SettingsModel):
+    """The parameters of an address."""
+
+    url: str = ""
+    action: Literal["text", "tool", "mcp"] | None = None
+    action_field: str | None = None
+    observation_field: str | None = None
+    reward: Literal["sum", "last"] = "sum"
+    query: str = FIRST
+    reset: JsonObject = "{}"
+    max_sessions: FromOne | None = None
+    max_turns: FromOne | None = None
+    system_prompt: str | None = None
+
+    @classmethod
+    def read(cls, given: Mapping[str, str]) -> Self:
+        """Return the options of an address. Raises TaskFileError."""
+        return read_options(cls, given, NAME, _EXAMPLE)
 
 
 def refuse(problem: str, hint: str | None = None) -> TaskFileError:
@@ -63,20 +82,20 @@ def action_schema(url: str) -> Json:
     return schema
 
 
-def settings(schema: Json, options: Mapping[str, str]) -> Json:
+def settings(schema: Json, options: Options) -> Json:
     """Return how the model acts, and what it sees, as ``Task.meta`` keeps it. Raises TaskFileError."""
     fields = {name: own for name, own in schema.get("properties", {}).items() if name != "metadata"}
-    mode = _choice(options, "action", ("text", "tool", "mcp"), _mode(schema, fields, options))
+    mode = options.action or _mode(schema, fields, options)
     given: Json = {
         "action": mode,
-        "observation_field": options.get("observation_field"),
-        "reward": _choice(options, "reward", ("sum", "last"), "sum"),
-        "reset": json.dumps(_parameters(options.get("reset", "{}"))),
-        "max_sessions": count(options, "max_sessions", NAME),
-        "shows_first": FIRST in options.get("query", FIRST),
+        "observation_field": options.observation_field,
+        "reward": options.reward,
+        "reset": json.dumps(json.loads(options.reset)),
+        "max_sessions": options.max_sessions,
+        "shows_first": FIRST in options.query,
     }
     if mode == "text":
-        name = options.get("action_field") or _single(schema, fields)
+        name = options.action_field or _single(schema, fields)
         kind = fields.get(name or "", {}).get("type")
         if kind not in _SCALARS:
             raise refuse(
@@ -87,15 +106,6 @@ def settings(schema: Json, options: Mapping[str, str]) -> Json:
     elif mode == "tool":
         given["tools"] = json.dumps([_step_tool(schema, fields)])
     return given
-
-
-def task_fields(options: Mapping[str, str]) -> Json:
-    """Return the fields of every task that the options set."""
-    turns, prompt = count(options, "max_turns", NAME), options.get("system_prompt")
-    return {
-        **({} if turns is None else {"max_turns": turns}),
-        **({} if prompt is None else {"system_prompt": prompt}),
-    }
 
 
 def listed_tools(observation: Json) -> list[Schema]:
@@ -154,10 +164,10 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _mode(schema: Json, fields: Json, options: Mapping[str, str]) -> str:
+def _mode(schema: Json, fields: Json, options: Options) -> str:
     if not fields or fields.keys() >= _CALL:
         return "mcp"
-    return "text" if "action_field" in options or _single(schema, fields) else "tool"
+    return "text" if options.action_field is not None or _single(schema, fields) else "tool"
 
 
 def _single(schema: Json, fields: Json) -> str | None:
@@ -171,23 +181,6 @@ def _step_tool(schema: Json, fields: Json) -> Schema:
     parameters = {name: value for name, value in schema.items() if name not in ("title", "description")}
     parameters["properties"] = fields
     return function_schema("step", schema.get("description") or "Act in the environment.", parameters)
-
-
-def _choice(options: Mapping[str, str], name: str, known: tuple[str, ...], default: str) -> str:
-    chosen = options.get(name, default)
-    if chosen not in known:
-        raise refuse(f"{name}={chosen} is not one of {', '.join(known)}")
-    return chosen
-
-
-def _parameters(text: str) -> Json:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise refuse(f"reset={text} is not a JSON object", 'such as reset={"difficulty": "easy"}')
-    return found
 
 
 TOKEN = "OPENENV_TOKEN"
@@ -355,7 +348,7 @@ _SEEDS_OF_ONE = 10_000_000
 class OpenEnv(Environment):
     """An episode of an OpenEnv server: an action is a message of the model, or the call of a tool."""
 
-    options = OPTIONS
+    options = tuple(item.name for item in dataclasses.fields(Options))
     _sessions: ClassVar[dict[str, int]] = {}
     """Server → its number of sessions, once it has refused one."""
 
@@ -368,9 +361,11 @@ class OpenEnv(Environment):
     @classmethod
     def tasks(cls, request: TaskRequest) -> Iterator[Mapping[str, Any]]:
         """Yield one task for each seed. Raises TaskFileError for a server that cannot be reached or used."""
-        options = request.options
-        url = server_url(options.get("url", ""), NAME)
-        given, shared = settings(action_schema(url), options), task_fields(options)
+        options = Options.read(request.options)
+        url = server_url(options.url, NAME)
+        given = settings(action_schema(url), options)
+        own = {"max_turns": options.max_turns, "system_prompt": options.system_prompt}
+        shared = {name: value for name, value in own.items() if value is not None}
         with asyncio.Runner() as runner:
 
             def ask(call: Awaitable[T]) -> T:
@@ -385,7 +380,7 @@ class OpenEnv(Environment):
                 for index in range(request.n):
                     seed = (request.seed * _SEEDS_OF_ONE + index) % _SEEDS
                     seed += 0 if request.split == "train" else _SEEDS
-                    query = options.get("query", FIRST)
+                    query = options.query
                     if given["shows_first"]:
                         first = _first_text(ask(_reset(session, given, seed)), given)
                         if index == 0 and _first_text(ask(_reset(session, given, seed)), given) != first:

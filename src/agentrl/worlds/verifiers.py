@@ -14,11 +14,15 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import Field
 
 from agentrl.base.installation import clone
 from agentrl.base.user_code import call_name
+from agentrl.base.validation import SettingsModel, Text
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Task
 from agentrl.environments.environment import Environment, TaskRequest, environment
@@ -34,6 +38,7 @@ from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import agent
 from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.scorers import ScorerContext, ScoreResult
+from agentrl.worlds.address import JsonObject, read_options
 from agentrl.worlds.harness.agent import STOPPED, is_up
 
 _WORKER: Final = Path(__file__).with_name("verifiers_worker.py")
@@ -43,11 +48,18 @@ _START_SECONDS: Final = 300.0
 """Longest time in which an environment loads: datasets and tool servers come up."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options(SettingsModel):
+    id: Text
+    args: JsonObject = "{}"
+    skip: Annotated[int, Field(ge=0)] = 0
+
+
 @environment("verifiers")
 class Verifiers(Environment):
     """Tasks are those of the environment's taskset or dataset; the agent ``verifiers`` runs them."""
 
-    options = ("id", "args", "skip")
+    options = tuple(item.name for item in fields(_Options))
     task_defaults = {"agent_name": "verifiers"}  # noqa: RUF012
 
     @classmethod
@@ -64,27 +76,17 @@ class Verifiers(Environment):
     @classmethod
     def tasks(cls, request: TaskRequest) -> Iterator[Mapping[str, Any]]:
         """Yield a task for each row behind the first ``skip``. Raises TaskFileError if it cannot load."""
-        name, arguments, skip = (request.options.get(key, "") for key in cls.options)
-        if not name:
-            raise TaskFileError("env:verifiers names no environment", hint="env:verifiers?id=my_environment")
-        if not (skip or "0").isdigit():
-            raise TaskFileError(f"env:verifiers: skip={skip} is not a number of tasks", hint="skip=1000")
-        try:
-            is_object = isinstance(json.loads(arguments or "{}"), dict)
-        except ValueError:
-            is_object = False
-        if not is_object:
-            raise TaskFileError(
-                f"env:verifiers: args={arguments} is not a JSON object", hint='args={"difficulty": "easy"}'
-            )
-        meta = {"id": name, "args": arguments or "{}"}
+        example = "env:verifiers?id=my_environment&skip=1000"
+        given = {name: value for name, value in request.options.items() if value}
+        options = read_options(_Options, given, "verifiers", example)
+        meta = {"id": options.id, "args": options.args}
         done = subprocess.run(
-            [*_command(meta), request.split, skip or "0", str(request.n)],
+            [*_command(meta), request.split, str(options.skip), str(request.n)],
             env=_variables(), capture_output=True, text=True, timeout=_START_SECONDS, check=False,
         )  # fmt: skip
         if done.returncode != 0:
             why = done.stderr.strip()[-800:]
-            raise TaskFileError(f"verifiers cannot load {name} with args={meta['args']}: {why}")
+            raise TaskFileError(f"verifiers cannot load {options.id} with args={meta['args']}: {why}")
         for line in done.stdout.splitlines():
             task = json.loads(line)
             yield {"query": task["query"], "meta": {**meta, "row": task["row"]}}

@@ -15,6 +15,7 @@ from served_engine import Served, serve_locally
 from tiny_policy import write_tiny_policy
 from transformers import Qwen3ForCausalLM
 
+from agentrl.calls.turns import Turn
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import AgentConfig, GroupConfig, ModelConfig
 from agentrl.data.finalize_group import GroupRules
@@ -27,7 +28,6 @@ from agentrl.documents.task import Claim, Slot, Task
 from agentrl.inference.engines.clients import engine_client
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import load_policy
-from agentrl.rollout.trajectory_calls import PendingCall
 from agentrl.store.groups import GroupOutcome, StoredGroup
 from agentrl.train.step import forward_backward
 
@@ -74,7 +74,7 @@ async def sample(
     """One trajectory whose agent makes a call for each of ``turns``, with its parameters."""
     calls: list[DispatchedSamplingTask] = []
 
-    async def write(call: PendingCall) -> None:
+    async def write(call: Turn) -> None:
         calls.append(call.document())
 
     async with opened(served) as engine:

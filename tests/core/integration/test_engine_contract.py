@@ -37,6 +37,7 @@ from transformers import AutoModelForCausalLM
 from waiting import until
 from written_adapter import write_served
 
+from agentrl.calls.prompts import Budget
 from agentrl.chat.parsers.parser import THINK
 from agentrl.columns.teacher import FolderTeacher, HttpTeacher
 from agentrl.config.schema import AdapterConfig, AgentConfig, EngineConfig, ModelConfig
@@ -63,7 +64,6 @@ from agentrl.inference.served_engine import FrontRouter, LiveLoader
 from agentrl.inference.session import EngineRouter
 from agentrl.model.load import load_policy
 from agentrl.model.lora import add_adapter
-from agentrl.rollout.prompts import Budget
 from agentrl.weights.folder import complete_folder, stored_dtype
 from agentrl.weights.live import LiveHolder
 from agentrl.weights.snapshot import write_alone

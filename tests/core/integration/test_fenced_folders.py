@@ -19,10 +19,9 @@ from agentrl.store.client import Store
 from agentrl.train.lease import HeldTrainerLease
 from agentrl.weights import publish as publishing
 from agentrl.weights import storage
-from agentrl.weights.folder import checksums, complete_folder, verify
+from agentrl.weights.folder import TensorChecksum, checksums, complete_folder, verify
 from agentrl.weights.publish import PublishTarget, publish, publish_base
 from agentrl.weights.snapshot import Written
-from agentrl.weights.tensor_checksums import TensorChecksum
 
 pytestmark = pytest.mark.integration
 

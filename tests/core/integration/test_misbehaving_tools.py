@@ -19,8 +19,8 @@ from agentrl.base.processes import free_port
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
 from agentrl.tools.mcp import server
-from agentrl.tools.pool import ToolPool, ToolSession
-from agentrl.tools.tool import TrajectoryInfo, schema_name
+from agentrl.tools.pool import ToolPool
+from agentrl.tools.tool import ToolSession, TrajectoryInfo, schema_name
 
 pytestmark = pytest.mark.integration
 

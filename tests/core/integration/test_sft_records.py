@@ -10,7 +10,7 @@ import pytest
 import small_run as run
 from tiny_policy import write_tiny_policy
 
-from agentrl.cli.train import sft as main
+from agentrl.cli.services import sft as main
 from agentrl.config.schema import RunConfig
 from agentrl.documents.model_call import unpack_ids
 from agentrl.documents.run import PolicyVersion

@@ -22,7 +22,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import EngineError
 from agentrl.inference.engine import EngineRefusedError, Generation
 from agentrl.inference.engines.clients import AttachedEngine, engine_client
-from agentrl.inference.served_engine import ServedAdapters, ServedEngine, ServedWeights, starting_weights
+from agentrl.inference.served_engine import ServedEngine, ServedWeights, starting_weights
 from agentrl.inference.session import EngineRouter
 from agentrl.model.load import Policy, load_policy
 from agentrl.store.client import Store, open_store
@@ -107,15 +107,11 @@ async def attached(config: RunConfig, served: Served, root: Path) -> AsyncIterat
         await publish_base(store, served.folder)
         copy = LocalCopy(root / "copy")
         version, folder, first = await starting_weights(store, ModelConfig(), copy)
-        adapters = ServedAdapters(
-            client, copy, run_name=config.run_name, whole=version, folder=folder, is_shared=True
+        weights = ServedWeights(
+            client, store, copy, run_name=config.run_name, version=version, folder=folder, is_shared=True
         )
-        weights = ServedWeights(client, store, copy, adapters, loaded=version)
         process = await AttachedEngine.find(client, folder, 30.0)
-        engine = ServedEngine(
-            store, client, process, engines, service_id="e", folder=folder, version=version,
-            weights=weights, first=first,
-        )  # fmt: skip
+        engine = ServedEngine(store, client, process, engines, service_id="e", weights=weights, first=first)
         task = asyncio.create_task(engine.run())
         router = EngineRouter(lambda: store.services.live(30.0), max_age=0.05, wait_seconds=30.0)
         try:
@@ -123,7 +119,7 @@ async def attached(config: RunConfig, served: Served, root: Path) -> AsyncIterat
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await adapters.leave()
+            await weights.leave()
             await router.close()
 
 

@@ -14,6 +14,7 @@ from served_engine import Served, serve_locally
 from tiny_vision import IDS, VOCABULARY, drawn, drawn_image, save_vision_model
 from training_data import training_configs
 
+from agentrl.calls.turns import Turn
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import AgentConfig, GroupConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.data.finalize_group import to_training_data
@@ -27,7 +28,6 @@ from agentrl.errors import ImageError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EngineRefusedError
 from agentrl.model.logprobs import ForwardOptions
-from agentrl.rollout.trajectory_calls import PendingCall
 from agentrl.train.build import build_trainer
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
@@ -50,7 +50,7 @@ async def trajectory(
     await store.put(first, second)
     calls: list[DispatchedSamplingTask] = []
 
-    async def write(call: PendingCall) -> None:
+    async def write(call: Turn) -> None:
         calls.append(call.document())
 
     task = Task(

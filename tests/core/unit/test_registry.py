@@ -55,6 +55,19 @@ def test_an_entry_point_is_imported_when_it_is_asked_for(monkeypatch: pytest.Mon
     assert Registry[object]("thing", group="agentrl.others").names() == []
 
 
+def test_all_that_can_be_imported_is_known_and_what_is_registered_here_comes_first(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = {"dumps": "json:dumps", "loads": "json:loads", "gone": "no_such_module:f"}
+    points = EntryPoints(EntryPoint(name, value, "agentrl.things") for name, value in values.items())
+    monkeypatch.setattr("agentrl.base.registry.entry_points", lambda **query: points.select(**query))
+    things: Registry[object] = Registry("thing", group="agentrl.things")
+    things.add(print, "loads")
+    assert things.known() == {"loads": print, "dumps": json.dumps}
+    assert things.registered() == {"loads": print}
+    assert "the thing 'gone' cannot be imported" in caplog.text
+
+
 def test_what_a_path_names_is_converted() -> None:
     def convert(found: object) -> str:
         if not isinstance(found, str):

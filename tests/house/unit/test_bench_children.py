@@ -44,7 +44,6 @@ with commands.database(), commands.server(words, {port}):
 def test_a_server_of_a_bench_ends_with_it(number: int) -> None:
     program = PROGRAM.format(bench=str(BENCH), port=free_port())
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as bench:
-        assert bench.stdout is not None
         server = int(bench.stdout.readline())
         assert bench.stdout.readline() == "up\n"
         bench.send_signal(number)

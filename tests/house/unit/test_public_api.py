@@ -107,20 +107,35 @@ def rewards(run: str) -> list[float | None]:
 '''
 
 
+BLOCK = next(node for node in ast.parse(inspect.getsource(agentrl)).body if isinstance(node, ast.If)).body
+"""What type checkers see."""
+
+
 def test_every_public_name_is_imported_from_where_its_type_is() -> None:
-    body = ast.parse(inspect.getsource(agentrl)).body
-    block = next(node for node in body if isinstance(node, ast.If))
     typed = {
-        alias.name: str(node.module).removeprefix("agentrl.")
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
+        alias.name: module.removeprefix("agentrl.")
+        for node in BLOCK
+        if isinstance(node, ast.ImportFrom) and (module := str(node.module)).startswith("agentrl.")
         for alias in node.names
     }
-    assert typed == agentrl._MODULES
-    assert sorted(typed) == sorted(agentrl.__all__)
+    assert typed | {"Store": "screens.notebook"} == agentrl._MODULES
+    assert sorted(agentrl._MODULES) == sorted(agentrl.__all__)
     for name in agentrl.__all__:
-        assert getattr(agentrl, name) is getattr(sys.modules[f"agentrl.{typed[name]}"], name)
+        assert getattr(agentrl, name) is getattr(sys.modules[f"agentrl.{agentrl._MODULES[name]}"], name)
     assert set(agentrl.__all__) <= set(dir(agentrl))
+
+
+def test_the_store_of_type_checkers_has_the_parameters_of_the_one_that_opens_a_run() -> None:
+    (declared,) = (node for node in BLOCK if isinstance(node, ast.ClassDef))
+    methods = [node for node in declared.body if isinstance(node, ast.FunctionDef)]
+    public = {name for name in vars(agentrl.Store) if not name.startswith("_")}
+    assert {node.name for node in methods if not node.name.startswith("_")} == public
+    source = ast.parse(inspect.getsource(sys.modules["agentrl.screens.notebook"]))
+    (real,) = (node for node in source.body if isinstance(node, ast.ClassDef) and node.name == "Store")
+    arguments = {node.name: ast.dump(node.args) for node in real.body if isinstance(node, ast.FunctionDef)}
+    for node in methods:
+        if node.name in public:
+            assert ast.dump(node.args) == arguments[node.name]
 
 
 def test_examples_import_public_names_from_the_package() -> None:
@@ -153,11 +168,7 @@ agentrl.Rollout, agentrl.Outcome, agentrl.group_filter, agentrl.tool_call_parser
 print("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [
-        "['agentrl', 'agentrl.base', 'agentrl.base.moved']",
-        "[]",
-        "False",
-    ]
+    assert done.stdout.splitlines() == ["['agentrl', 'agentrl.base', 'agentrl.base.moved']", "[]", "False"]
 
 
 def test_a_users_file_that_uses_every_decorator_and_the_examples_pass_mypy_strict(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from test_sampling import Setting, quick, task
 
 from agentrl.documents.status import RecordStatus, StopReason
-from agentrl.lab.rescore import RescoreOptions, rescore_run
+from agentrl.lab.regroup import RescoreOptions, rescore_run
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import agent
 from agentrl.rollout.rollout import Rollout
@@ -40,7 +40,6 @@ async def test_the_own_score_of_an_agent_is_stored_and_used_again(store: Store) 
     assert sorted(record.score or 0.0 for record in records) == [0.0, 1.0]
     for record in records:
         assert record.status is RecordStatus.READY
-        assert record.agent_score is not None
         assert record.agent_score["score"] == record.score
         assert record.score_details == {"said": record.final_answer, "scorer": "agent"}
     own = await rescore_run(store, RescoreOptions(dry_run=True))

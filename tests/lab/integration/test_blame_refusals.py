@@ -17,8 +17,8 @@ from agentrl.config.schema import GroupConfig, ModelConfig, RunConfig
 from agentrl.documents.run import Evaluation
 from agentrl.documents.training import StepOrigin, TrainStep
 from agentrl.errors import ConfigError
+from agentrl.lab import cli
 from agentrl.lab.blame import blame
-from agentrl.lab.cli.blame import main
 from agentrl.lab.flags import BlameConfig
 from agentrl.observe.progress import Parts
 from agentrl.rollout.housekeeping import GroupFinalizer
@@ -81,7 +81,7 @@ async def test_blame_says_why_it_has_nothing_to_rank(
 
 def test_the_command_takes_a_run_and_two_evaluations() -> None:
     with pytest.raises(ConfigError, match="takes a run and two evaluations, and 1 words are given"):
-        main(["math", "--top", "3"])
+        cli.blame(["math", "--top", "3"])
 
 
 def test_files_and_labels_are_checked_before_anything_is_computed(tmp_path: Path) -> None:
@@ -90,4 +90,4 @@ def test_files_and_labels_are_checked_before_anything_is_computed(tmp_path: Path
         (["--label", "x" * 65], "the label has 65 characters"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=problem):
-            main(["nowhere", "1", "2", *flags])
+            cli.blame(["nowhere", "1", "2", *flags])

@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from db_command import agentrl_db, violations
+from db_command import Db, violations
 from example_training import train_steps
 from gateway_run import answerer_of
 from ready_data import statuses
@@ -140,7 +140,6 @@ async def test_the_stored_feedback_is_the_one_that_was_scored(
         monkeypatch.setattr(store.records, "get", get)
         record = await until_status(store, conversation, RecordStatus.READY)
     assert answers == [200, 200, 400], "only the last one came too late"
-    assert record.reported_reward is not None
     assert record.score == record.reported_reward.score == 3
 
 
@@ -165,7 +164,6 @@ async def test_feedback_by_id_becomes_training_data_and_a_check_finds_nothing(st
     assert (one.final_answer, one.turns, one.turn_rewards) == ("I do not know.", 2, (0.0, -0.5))
     assert (other.score, other.advantage) == (-1.0, -1.0)
     found = await store.tasks.get(one.task)
-    assert found is not None
     assert (found.query, found.meta, found.epoch) == ("hello", {"user": 7}, CONVERSATIONS)
     data = await data_of(store, one)
     assert (data.status, data.advantage, data.turns) == (DataStatus.READY, 1.0, 2)
@@ -194,7 +192,6 @@ async def test_a_conversation_outlives_its_gateway_and_waits_for_feedback_that_c
 
         async def slot() -> Slot:
             found = await store.tasks.get(waiting.task)
-            assert found is not None
             return found.slots[0]
 
         async def waits() -> bool:
@@ -223,13 +220,12 @@ async def test_without_feedback_a_trajectory_fails_by_name_and_is_not_trained(st
     assert [record.score for record in failed] == [None, None]
     assert await store.database["DBRecordData"].count_documents({}) == 0
     found = await store.tasks.get(failed[0].task)
-    assert found is not None
     assert found.status is TaskStatus.COMPLETED
     assert found.slots[0].status is SlotStatus.FAILED
 
 
 async def test_a_conversation_that_nobody_rated_waits_again_and_is_never_sampled(
-    store: Store, run_config: RunConfig, capsys: pytest.CaptureFixture[str]
+    store: Store, db: Db
 ) -> None:
     async with gateway(store, "Hello.", idle_minutes=0.02, hours=1e-6) as client:
         unrated, empty = await opened(client), await opened(client)
@@ -238,17 +234,14 @@ async def test_a_conversation_that_nobody_rated_waits_again_and_is_never_sampled
             await until_status(store, conversation, RecordStatus.FAILED)
     assert await store.claims.reopen_failed("train") == 0
     for flags, said_of_it in ((["--dry_run"], "would be reopened"), ([], "reopened")):
-        assert await agentrl_db(run_config, "reopen", "--feedback_hours", "2", *flags) == 0
-        output = capsys.readouterr().out
+        output = await db("reopen", "--feedback_hours", "2", *flags)
         assert f"{said_of_it}: 0 slots" in output
         assert f"{said_of_it}: 1 conversations; they wait for feedback again, at most 2 h from now" in output
         assert "left as they are: 1 groups (conversation)" in output
-    assert await agentrl_db(run_config, "reopen", "--failure_kind", "tool") == 0
-    assert "conversation" not in capsys.readouterr().out
+    assert "conversation" not in await db("reopen", "--failure_kind", "tool")
     assert await store.claims.claim(split="train", owner="sampler", lease_seconds=60) is None
     waiting = await record_of(store, unrated)
     found = await store.tasks.get(waiting.task)
-    assert found is not None
     assert (found.status, found.slots[0].status, waiting.failure) == (
         TaskStatus.RUNNING, SlotStatus.SAMPLED, None,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from agentrl.config.schema import ModelConfig, RunConfig
 from agentrl.documents.status import TaskStatus
 from agentrl.errors import ConfigError, StoreError
 from agentrl.inference.served_engine import starting_weights
-from agentrl.lab.cli import fork
+from agentrl.lab import cli
 from agentrl.lab.manage_runs import RunAdmin
 from agentrl.store.client import run_exists
 from agentrl.weights.folder import verify
@@ -30,7 +30,7 @@ PLACES = ("Ancestry.adopt", "Fork._copy_versions", "Fork._copy_tasks")
 KILLED = """
 import os, signal, sys
 from agentrl.cli.main import main
-from agentrl.lab.fork import Ancestry, Fork
+from agentrl.lab.manage_runs import Ancestry, Fork
 kind, name = {place!r}.split(".")
 owner = {{"Ancestry": Ancestry, "Fork": Fork}}[kind]
 work = getattr(owner, name)
@@ -45,7 +45,7 @@ sys.exit(main(sys.argv[1:]))
 async def forked(parent: Run, name: str, *more: str) -> int:
     """Run ``agentrl fork`` in this process; the child's output folder is a sibling of the parent's."""
     where = ("--db_connection_string", parent.uri)
-    return await fork.fork(fork.parser().parse_args([parent.name, name, *where, *more]))
+    return await cli.begin_fork(cli.fork_parser().parse_args([parent.name, name, *where, *more]))
 
 
 async def sample_as_the_parent(child: Run) -> None:
@@ -92,7 +92,6 @@ async def test_a_fork_goes_on_as_its_parent_did(
         number, folder, _ = await starting_weights(store, ModelConfig(), LocalCopy(run.folder / "copy"))
         assert folder == str(run.output / "checkpoint-000001" / "model")
         newest = await store.policy_versions.latest()
-        assert newest is not None
         assert (number, newest.step) == (newest.id, 1)
         verify(newest.location, newest.files)
     await sample_as_the_parent(child)
@@ -145,7 +144,7 @@ async def test_a_refused_or_killed_fork_leaves_no_run(run: Run, child: Run) -> N
     words = ["fork", run.name, child.name, "--db_connection_string", run.uri]
     config = RunConfig(run_name=child.name, db_connection_string=run.uri)
     for place in PLACES:
-        code, output = run_forked(("-c", KILLED.format(place=place)), words, run.folder / "fork.log", 60)
+        code, output = run_forked(("-c", KILLED.format(place=place)), words, run.folder / "cli.log", 60)
         assert code == -signal.SIGKILL, output
         with pytest.raises(StoreError, match="did not finish"):
             await run_exists(config)

@@ -60,7 +60,6 @@ async def test_each_role_has_a_chain_and_a_reward_of_its_own(store: Store) -> No
     worker = worker_of(store, engine, both, host)
     await store.tasks.load([gateway_task(slots=1)])
     claim = await store.claims.claim(split="train", owner="me", lease_seconds=600)
-    assert claim is not None
     try:
         assert await worker.run(claim)
     finally:
@@ -72,7 +71,6 @@ async def test_each_role_has_a_chain_and_a_reward_of_its_own(store: Store) -> No
         ("the critic", f"{first}/1"),
     ]  # fmt: skip
     record = await store.records.get(claim.record_id)
-    assert record is not None
     assert record.failure is None
     assert record.untrained_calls == (2,), "the rule main applies to each role"
     assert record.role_rewards == {"solver": 1.0, "the critic": 0.25}

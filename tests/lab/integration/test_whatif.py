@@ -16,16 +16,7 @@ from tiny_policy import write_tiny_policy
 from agentrl.documents.training import TrainStep
 
 pytestmark = pytest.mark.integration
-TIMES = (
-    "seconds",
-    "per_second",
-    "mfu",
-    "groups_open",
-    "groups_ready",
-    "published_",
-    "stale",
-    "quarantined",
-)
+TIMES = ("seconds", "per_second", "mfu", "groups_open", "groups_ready", "published_", "stale", "quarantined")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +39,6 @@ def exact(step: TrainStep) -> dict[str, Any]:
 async def digest(run: StoredRun, name: str) -> str:
     async with await run.open(name) as store:
         newest = await store.policy_versions.latest()
-    assert newest is not None
     assert newest.digest is not None
     return newest.digest
 
@@ -86,7 +76,6 @@ async def test_steps_between_checkpoints_are_led_up_to_as_the_parent_trained_the
     assert again[3].metrics["loss"] != steps[3].metrics["loss"]
     async with await run.open(gspo) as store:
         begun = await store.ancestry.parent()
-        assert begun is not None
         assert begun.changed["loss_calculater"] == ["GRPO", "GSPO"]
         assert begun.changed["epsilon"] == [0.2, 3e-4]
         assert (begun.step, begun.since, begun.steps) == (2, 4, (4, 4))

@@ -16,8 +16,8 @@ from agentrl.config.agreement import require_trainable
 from agentrl.config.commands import COMMANDS
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import EngineConfig, GatewayConfig, RunConfig, TaskConfig, ToolConfig
-from agentrl.lab.cli.db import parser as db_parser
-from agentrl.screens.cli.dashboard import parser as dashboard_parser
+from agentrl.lab.cli_db import parser as db_parser
+from agentrl.screens.cli import dashboard_parser
 from agentrl.store.mechanics.connection import Connection
 from agentrl.tools.config import load_servers
 from agentrl.worlds.cli.tools import parser as tools_parser

@@ -12,7 +12,7 @@ from tiny_policy import write_tiny_policy
 from tiny_trainer import DATA, tiny_trainer
 from training_data import group
 
-from agentrl.lab.influence import Direction, influences, likelihood_direction
+from agentrl.lab.blame import Direction, influences, likelihood_direction
 from agentrl.train.step import PolicyTrainer, forward_backward, split_updates
 
 HELD_OUT = group("held out", size=3)

@@ -16,8 +16,8 @@ from tiny_policy import write_tiny_policy
 from agentrl.base.processes import identify
 from agentrl.cli.main import main
 from agentrl.config.schema import RunConfig
-from agentrl.local import processes
-from agentrl.local.processes import RunPlan
+from agentrl.local import launch
+from agentrl.local.launch import RunPlan
 from agentrl.store.client import Store, open_store, run_exists
 
 pytestmark = pytest.mark.integration
@@ -58,7 +58,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
         plans.append(plan)
         return 0
 
-    monkeypatch.setattr(processes, "run_processes", run)
+    monkeypatch.setattr(launch, "run_processes", run)
     return plans
 
 

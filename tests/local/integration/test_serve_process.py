@@ -27,11 +27,10 @@ from agentrl.inference.client import EngineClient
 from agentrl.inference.session import EngineRouter
 from agentrl.store.client import Store, open_store
 from agentrl.weights.delta import encode
-from agentrl.weights.folder import write_manifest
+from agentrl.weights.folder import TensorChecksum, weights_digest, write_manifest
 from agentrl.weights.live import LiveHolder
 from agentrl.weights.publish import publish_live
 from agentrl.weights.snapshot import WHOLE
-from agentrl.weights.tensor_checksums import TensorChecksum, weights_digest
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240), pytest.mark.usefixtures("starts_warm")]
 

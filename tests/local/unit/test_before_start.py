@@ -9,8 +9,8 @@ import pytest
 from agentrl.config.load import Configs
 from agentrl.config.schema import GROUPS
 from agentrl.errors import ConfigError, ModelError
-from agentrl.local import before_start
-from agentrl.local.before_start import prepare, require_teacher
+from agentrl.local import launch
+from agentrl.local.launch import prepare, require_teacher
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from agentrl.local.before_start import prepare, require_teacher
 def test_flags_of_training_are_checked_before_a_model_is_fetched(
     flags: dict[str, object], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(before_start, "demo_model", lambda: pytest.fail("fetched"))
+    monkeypatch.setattr(launch, "demo_model", lambda: pytest.fail("fetched"))
     with pytest.raises(ConfigError, match=says):
         prepare("train", [], Configs.of(GROUPS, flags, flags), {})
 

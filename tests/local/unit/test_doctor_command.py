@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.local.cli import doctor
+from agentrl.local import doctor
 from agentrl.local.doctor import Check, State
 
 

@@ -12,7 +12,7 @@ from parsed_flags import parsed
 from agentrl.config.agreement import require_trainable
 from agentrl.config.schema import AgentConfig
 from agentrl.errors import ConfigError
-from agentrl.local.before_start import fitted_limits
+from agentrl.local.launch import fitted_limits
 
 
 def limits(tmp_path: Path, own: int, *words: str, longest: int = 161536) -> dict[str, int]:

@@ -10,11 +10,9 @@ import pytest
 
 from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.local import before_start, placement, processes
-from agentrl.local.before_start import MemoryCheck, StepTooLargeError
-from agentrl.local.cli import launch
+from agentrl.local import cli, launch, placement
+from agentrl.local.launch import MemoryCheck, RunPlan, StepTooLargeError
 from agentrl.local.placement import Gpus
-from agentrl.local.processes import RunPlan
 
 
 class Launcher:
@@ -25,7 +23,7 @@ class Launcher:
         self.plans: list[RunPlan] = []
 
     def plan(self, word: str, *flags: str) -> RunPlan:
-        assert launch.main([word, *self.flags, *flags]) == 0
+        assert cli.launch([word, *self.flags, *flags]) == 0
         return self.plans[-1]
 
     def start(self, plan: RunPlan) -> int:
@@ -51,9 +49,9 @@ def launcher(task_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("MODEL_PATH", str(tmp_path))
     database = ("--db_connection_string", "mongodb://127.0.0.1:9")
     launcher = Launcher("--run_name", "r", "--eval_file", task_file, *database)
-    monkeypatch.setattr(processes, "run_processes", launcher.start)
-    monkeypatch.setattr(before_start, "require_usable", lambda *_: {})
-    monkeypatch.setattr(before_start, "require_joinable", is_joinable)
+    monkeypatch.setattr(launch, "run_processes", launcher.start)
+    monkeypatch.setattr(launch, "require_usable", lambda *_: {})
+    monkeypatch.setattr(launch, "require_joinable", is_joinable)
     return launcher
 
 
@@ -171,7 +169,7 @@ def test_every_process_gets_the_engine_that_the_variable_names(
 
 def test_a_wrong_word_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown word 'trian'"):
-        launch.main(["trian"])
+        cli.launch(["trian"])
 
 
 def test_limits_of_a_recipe_follow_the_model_and_the_memory(
@@ -212,8 +210,8 @@ def test_engine_and_trainer_share_the_cores_of_a_machine_without_gpus(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(placement, "find_gpus", lambda environment: None)
     plan = launcher.plan("train")
-    monkeypatch.setattr(processes, "half_of_cores", lambda: 4)
-    helpers, main = processes.processes_of(plan)
+    monkeypatch.setattr(launch, "half_of_cores", lambda: 4)
+    helpers, main = launch.processes_of(plan)
     assert main is not None
     threads = {member.name: member.env["OMP_NUM_THREADS"] for member in (*helpers, main)}
     assert threads == {"engine": "4", "sampler-0": "1", "sampler-1": "1", "main": "4"}

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.documents.sampling import SamplingParams
-from agentrl.local.engine.token_sampling import RowSampler, sample
+from agentrl.local.engine.scheduler import RowSampler, sample
 
 
 def sampler(seed: int = 0, **params: float) -> RowSampler:

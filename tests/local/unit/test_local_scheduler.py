@@ -12,8 +12,7 @@ from torch import Tensor
 from agentrl.base.device_lease import return_freed_memory
 from agentrl.errors import ModelError
 from agentrl.local.engine.model import Chunk, KVCache
-from agentrl.local.engine.scheduler import GenerationRequest, Scheduler
-from agentrl.local.engine.token_sampling import StopStrings
+from agentrl.local.engine.scheduler import GenerationRequest, Scheduler, StopStrings
 
 VOCAB = 97
 STOP = 96

@@ -10,8 +10,8 @@ import pytest
 
 from agentrl.config.load import parse
 from agentrl.errors import ConfigError
-from agentrl.local import before_start as memory_of_run
-from agentrl.local.before_start import MemoryCheck
+from agentrl.local import launch
+from agentrl.local.launch import MemoryCheck
 from agentrl.local.placement import Gpus, Placement
 
 pytestmark = pytest.mark.usefixtures("starts_warm")
@@ -85,5 +85,5 @@ def test_what_cannot_be_planned_is_said_and_started(model: Path, monkeypatch: py
     (model / "config.json").write_text(json.dumps(CONFIG | {"vision_config": {}}), encoding="utf-8")
     lines = check(model)
     assert lines[-1].startswith("the trainer's memory is not checked: agentrl plan: error:")
-    monkeypatch.setattr(memory_of_run, "_PLAN_SECONDS", 0.01)
+    monkeypatch.setattr(launch, "_PLAN_SECONDS", 0.01)
     assert check(model)[-1] == "the trainer's memory is not checked: no answer in 0.01 s"

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from agentrl.errors import ConfigError
-from agentrl.local.cli import parity
-from agentrl.local.cli.parity import BFLOAT16_LIMIT, MEAN_LIMIT, ParityDifference, encode_prompts, render
+from agentrl.local import parity
+from agentrl.local.parity import BFLOAT16_LIMIT, MEAN_LIMIT, ParityDifference, encode_prompts, render
 
 
 def test_the_difference_is_absolute_over_all_tokens() -> None:

@@ -12,8 +12,8 @@ import pytest
 from agentrl.config.load import parse
 from agentrl.config.schema import TaskConfig, ToolConfig
 from agentrl.documents.task_file import read_tasks
-from agentrl.local.processes import default_servers
-from agentrl.tools.config import load_tools
+from agentrl.local.launch import default_servers
+from agentrl.tools.pool import load_tools
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "assets" / "examples" / "sandbox"

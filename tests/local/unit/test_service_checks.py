@@ -131,8 +131,8 @@ def test_what_a_model_folder_lacks_is_named(tmp_path: Path) -> None:
 def test_a_missing_shard_and_a_broken_tokenizer(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "model-1.safetensors").write_bytes(b"0")
     (folder / "tokenizer.json").write_text("{")
     checks = failed(folder)
     assert checks["model weights"].found == "missing: model-2.safetensors"

@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,9 +115,23 @@ def _documents() -> list[Root]:
     return [task, record, failed, call, data, step, version, engine]
 
 
-def test_run_prints_the_state(database: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["audit", "run", *database, "--heartbeat_seconds", "600"]) == 0
-    page = capsys.readouterr().out
+Audit = Callable[..., str]
+
+
+@pytest.fixture
+def audit(database: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> Audit:
+    """Run ``agentrl audit`` with words on the run; return its output, or its errors if ``code`` is not 0."""
+
+    def run(*words: str, code: int = 0, flags: Sequence[str] = database) -> str:
+        assert cli.main(["audit", *words, *flags]) == code
+        out, err = capsys.readouterr()
+        return err if code else out
+
+    return run
+
+
+def test_run_prints_the_state(audit: Audit) -> None:
+    page = audit("run", "--heartbeat_seconds", "600")
     rows = [line.split() for line in page.splitlines()]
     assert ["train,", "epoch", "0", "–", "–", "–", "1", "1"] in rows
     assert ["tool", "1", "server", "[calc]", "went", "away"] in rows
@@ -131,28 +145,18 @@ def test_run_prints_the_state(database: tuple[str, ...], capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("wanted", [RECORD, "sum/0/1"])
-def test_record_prints_one_trajectory(
-    wanted: str, database: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["audit", "record", wanted, *database]) == 0
-    page = capsys.readouterr().out
+def test_record_prints_one_trajectory(wanted: str, audit: Audit) -> None:
+    page = audit("record", wanted)
     parts = [f"{RECORD}  TRAINED  score 1.000", "trained at step 2", "turn 1 · version 1", "I add. [b]5[/b]",
              "→ add(a=2, b=3)", "← result from calc", "answer     5"]  # fmt: skip
     assert [part for part in parts if part not in page] == []
 
 
-def test_records_are_listed_by_status(database: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["audit", "records", "--status", "failed", *database]) == 0
-    page = capsys.readouterr().out
-    assert FAILED in page
-    assert RECORD not in page
-    assert cli.main(["audit", "records", "--status", "scoring", *database]) == 1
-    assert "no Record with --status scoring" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("flags", "found"),
     [
+        (["--status", "failed"], [FAILED]),
+        (["--status", "scoring"], []),
         (["--step", "2"], [RECORD]),
         (["--step", "1"], []),
         (["--failure", "tool"], [FAILED]),
@@ -164,72 +168,58 @@ def test_records_are_listed_by_status(database: tuple[str, ...], capsys: pytest.
         (["--max_score", "0.5"], []),
     ],
 )
-def test_records_are_selected(
-    flags: list[str], found: list[str], database: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["audit", "records", "--json", *flags, *database]) == (0 if found else 1)
-    out, err = capsys.readouterr()
-    if found:
-        assert sorted(row["id"] for row in json.loads(out)) == sorted(found)
-    else:
-        assert f"no Record with {flags[0]} {flags[1]}" in err
+def test_records_are_selected(flags: list[str], found: list[str], audit: Audit) -> None:
+    if not found:
+        assert f"no Record with {flags[0]} {flags[1]}" in audit("records", *flags, code=1)
+        return
+    assert sorted(row["id"] for row in json.loads(audit("records", "--json", *flags))) == sorted(found)
+    page = audit("records", *flags)
+    assert {key for key in (RECORD, FAILED) if key in page} == set(found)
 
 
-def test_pages_are_printed_as_json(database: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["audit", "run", "--json", *database]) == 0
-    assert json.loads(capsys.readouterr().out)["run_name"] == "audited"
-    assert cli.main(["audit", "record", RECORD, "--json", *database]) == 0
-    page = json.loads(capsys.readouterr().out)
+def test_pages_are_printed_as_json(audit: Audit) -> None:
+    assert json.loads(audit("run", "--json"))["run_name"] == "audited"
+    page = json.loads(audit("record", RECORD, "--json"))
     assert page["calls"][0]["response"]["content"] == "I add. [b]5[/b]"
     assert "output_ids" not in page["calls"][0]
-    assert cli.main(["audit", "curve", "reward", "--json", *database]) == 0
-    assert json.loads(capsys.readouterr().out)["metrics"] == {"reward": [0.625]}
+    assert json.loads(audit("curve", "reward", "--json"))["metrics"] == {"reward": [0.625]}
 
 
-def test_curve_plots_any_metrics_and_suggests_their_names(
-    database: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "two.png"
-    assert cli.main(["audit", "curve", "reward", "staleness_max", "--out", str(out), *database]) == 0
-    assert out.read_bytes().startswith(b"\x89PNG")
-    assert cli.main(["audit", "curve", "rewrad", *database]) == 2
-    assert "did you mean reward?" in capsys.readouterr().err
-
-
-def test_curve_plots_the_steps(
-    database: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("metrics", [(), ("reward", "staleness_max")])
+def test_curve_plots_any_metrics(metrics: tuple[str, ...], tmp_path: Path, audit: Audit) -> None:
     out = tmp_path / "curve.png"
-    assert cli.main(["audit", "curve", "--out", str(out), *database]) == 0
-    assert capsys.readouterr().out.strip() == str(out)
+    assert audit("curve", *metrics, "--out", str(out)).strip() == str(out)
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("wanted", "reason"), [("train/0/sum", "fits several"), ("nothing", "no Record")])
-def test_an_id_that_names_no_one_record(
-    wanted: str, reason: str, database: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("curve", "rewrad"), "did you mean reward?"),
+        (("record", "train/0/sum"), "fits several"),
+        (("record", "nothing"), "no Record"),
+    ],
+)
+def test_a_name_that_the_run_does_not_have_is_an_error(
+    words: tuple[str, ...], reason: str, audit: Audit
 ) -> None:
-    assert cli.main(["audit", "record", wanted, *database]) == 2
-    assert reason in capsys.readouterr().err
+    assert reason in audit(*words, code=2)
 
 
+@pytest.mark.parametrize("view", ["run", "records", "curve"])
 def test_a_run_that_does_not_exist_is_an_error_and_stays_so(
-    database: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    view: str, database: tuple[str, ...], audit: Audit
 ) -> None:
-    flags = [*database[2:], "--run_name", "auditd"]
-    for view in ("run", "records", "curve"):
-        assert cli.main(["audit", view, *flags]) == 1
-        assert "there is no run 'auditd'" in (error := capsys.readouterr().err)
-        assert "did you mean audited? runs: audited" in error
+    error = audit(view, code=1, flags=[*database[2:], "--run_name", "auditd"])
+    assert "there is no run 'auditd'" in error
+    assert "did you mean audited? runs: audited" in error
 
 
-def test_an_empty_run_is_an_error(database: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_run_is_an_error(database: tuple[str, ...], audit: Audit) -> None:
     asyncio.run(_make_empty(RunConfig(run_name="nothing", db_connection_string=database[3])))
     flags = [*database[2:], "--run_name", "nothing"]
-    assert cli.main(["audit", "run", *flags]) == 1
-    assert "'nothing' is empty" in capsys.readouterr().err
-    assert cli.main(["audit", "curve", *flags]) == 1
-    assert "no committed optimizer step" in capsys.readouterr().err
+    assert "'nothing' is empty" in audit("run", code=1, flags=flags)
+    assert "no committed optimizer step" in audit("curve", code=1, flags=flags)
 
 
 async def _make_empty(run: RunConfig) -> None:

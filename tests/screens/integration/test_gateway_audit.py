@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from typing import Any
 
@@ -10,23 +9,17 @@ import httpx2
 import openai
 import pytest
 from gateway_run import GatewayRun, gateway_task
-from rich.console import Console, RenderableType
+from snapshots import printed
 
 from agentrl.documents.run import Evaluation
+from agentrl.screens.run_screens import render_tables
 from agentrl.screens.snapshot import SnapshotReader
-from agentrl.screens.tables import render_tables
 from agentrl.screens.trajectory_page import render_trajectory
 from agentrl.screens.views.counts import Details
 from agentrl.screens.views.read import Views
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
-
-
-def printed(page: RenderableType) -> str:
-    out = io.StringIO()
-    Console(file=out, width=200, markup=False, highlight=False, emoji=False).print(page)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 async def test_the_page_of_a_client_shows_its_branches_and_its_reward(store: Store) -> None:
@@ -53,7 +46,7 @@ async def test_the_page_of_a_client_shows_its_branches_and_its_reward(store: Sto
         assert (await client.post(f"{end.root_url}/reward", json=reward)).is_success
     trajectory = await Views(store.connection).whole_trajectory(run.claim.record_id)
     assert trajectory is not None
-    page = printed(render_trajectory(trajectory))
+    page = printed(render_trajectory(trajectory), 200)
     assert "train rule main: it chooses 3 of 5 model calls" in page
     assert "left out by train rule main (train: agent would train " in page
     for branch in ("1 2 5", "3", "1 4"):
@@ -75,7 +68,7 @@ async def test_the_state_of_a_run_shows_environments_and_evaluations(store: Stor
     )  # fmt: skip
     await store.evaluations.begin(evaluation)
     reader = SnapshotReader(store)
-    page = printed(render_tables(await reader.read(10.0), await Details(store.connection).read()))
+    page = printed(render_tables(await reader.read(10.0), await Details(store.connection).read()), 200)
     (environment,) = (line.split() for line in page.splitlines() if "number_game" in line)
     assert environment == ["train", "number_game", "1", "0", "0", "–", "–"]
     (shown,) = (line.split() for line in page.splitlines() if "eval-held_out" in line)

@@ -8,17 +8,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 import small_run as run
+from dashboard_client import opened
 
 from agentrl.cli import main as cli
 from agentrl.config.schema import RunConfig
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
-from agentrl.screens.dashboard.serve import DashboardOptions, create_app
-from agentrl.screens.findings import findings, state
-from agentrl.screens.snapshot import SnapshotReader
+from agentrl.screens.snapshot import SnapshotReader, findings, state
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -46,12 +44,7 @@ async def test_the_terminal_json_and_the_browser_say_the_same(
         assert (value["findings"], value["state"]) == (expected, state(snapshot)[0])
     assert await asyncio.to_thread(cli.main, ["status", *where]) == 0
     screen = " ".join(capsys.readouterr().out.split())
-    app = create_app(DashboardOptions(run=run_config))
-    transport = httpx2.ASGITransport(app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
-    ):
+    async with opened(run_config) as (_, client):
         page = html.unescape((await client.get(f"/runs/{store.run_name}")).text)
     for item in found:
         for shown in (screen, page):

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 from small_run import build
 
-from agentrl.cli import main as cli
+from agentrl.cli.main import main
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, RunConfig
 from agentrl.errors import StoreUnavailableError
 from agentrl.local.mongod import EmbeddedMongo
-from agentrl.screens.cli import status
+from agentrl.screens import cli
 from agentrl.store.client import open_existing, open_store
 
 pytestmark = pytest.mark.integration
@@ -42,69 +42,64 @@ async def _fill(run: RunConfig, weights: Path) -> None:
         await client.admin.command("createUser", "stranger", pwd="p", roles=[])
 
 
-def _flags(server: EmbeddedMongo) -> tuple[str, str]:
-    return ("--db_connection_string", server.status().uri)
+@pytest.fixture
+def said(server: EmbeddedMongo, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command on the server; return its output, or its errors where ``code`` is 1."""
+
+    def run(*words: str, code: int = 0, where: Sequence[str] | None = None) -> str:
+        flags = ("--db_connection_string", server.status().uri) if where is None else where
+        assert main([*words, *flags]) == code
+        out, err = capsys.readouterr()
+        return err if code == 1 else out
+
+    return run
 
 
-def test_the_runs_of_the_server(server: EmbeddedMongo, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status", *_flags(server)]) == 0
-    page = capsys.readouterr().out
-    assert any(line.split()[:3] == ["watched", "training", "1"] for line in page.splitlines())
-    assert cli.main(["status", "--json", *_flags(server)]) == 0
-    (run,) = json.loads(capsys.readouterr().out)["runs"]
+def test_the_runs_of_the_server(said: Callable[..., str]) -> None:
+    assert any(line.split()[:3] == ["watched", "training", "1"] for line in said("status").splitlines())
+    (run,) = json.loads(said("status", "--json"))["runs"]
     assert (run["name"], run["steps"], run["trainer"]) == ("watched", 1, True)
 
 
-def test_one_run(server: EmbeddedMongo, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status", "watched", *_flags(server)]) == 0
-    page = capsys.readouterr().out
+def test_one_run(said: Callable[..., str]) -> None:
+    page = said("status", "watched")
     parts = [
-        "watched  training",
-        "2 ready, 0 planned, 2 trained",
-        "trainer-1",
-        "engine 2  the engine went away",
+        "watched  training", "2 ready, 0 planned, 2 trained", "trainer-1", "engine 2  the engine went away",
         "sampler (1)",
-    ]
+    ]  # fmt: skip
     assert [part for part in parts if part not in page] == []
     assert "\x1b" not in page
-    assert cli.main(["status", "--json", "--run_name", "watched", *_flags(server)]) == 0
-    value = json.loads(capsys.readouterr().out)
+    value = json.loads(said("status", "--json", "--run_name", "watched"))
     assert (value["activity"], value["queues"]["data_ready"], value["rates"]["failed"]) == ("training", 2, 2)
     assert value["disk"]["run"] > 0
 
 
-def test_tables_of_the_database_as_json(server: EmbeddedMongo, capsys: pytest.CaptureFixture[str]) -> None:
-    where = ("--run_name", "watched", *_flags(server))
-    assert cli.main(["db", "check", "--json", "--settle_seconds", "0", *where]) == 0
-    report = json.loads(capsys.readouterr().out)
+def test_tables_of_the_database_as_json(said: Callable[..., str]) -> None:
+    report = json.loads(said("db", "check", "--json", "--settle_seconds", "0", "--run_name", "watched"))
     assert report["violations"] == []
     assert report["invariants"][0]["checked"]["Records"] == 10
-    assert cli.main(["tasks", "list", "--json", *where]) == 0
-    first = json.loads(capsys.readouterr().out)["epochs"][0]
+    first = json.loads(said("tasks", "list", "--json", "--run_name", "watched"))["epochs"][0]
     assert (first["split"], first["epoch"], first["tasks"]["completed"]) == ("eval", 0, 1)
 
 
-def test_the_embedded_server_as_json(server: EmbeddedMongo, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["mongo", "status", "--json", "--mongo_dir", str(server.directory)]) == 0
-    out = capsys.readouterr().out
+def test_the_embedded_server_as_json(server: EmbeddedMongo, said: Callable[..., str]) -> None:
+    out = said("mongo", "status", "--json", where=("--mongo_dir", str(server.directory)))
     assert json.loads(out)["running"] is True
     assert server.status().password not in out
-    assert cli.main(["mongo", "status", "--json", "--mongo_dir", str(server.directory / "none")]) == 3
-    assert json.loads(capsys.readouterr().out)["uri"] is None
-    assert cli.main(["mongo", "uri", "--json", "--mongo_dir", str(server.directory)]) == 2
+    nowhere = ("--mongo_dir", str(server.directory / "none"))
+    assert json.loads(said("mongo", "status", "--json", code=3, where=nowhere))["uri"] is None
+    said("mongo", "uri", "--json", code=2, where=("--mongo_dir", str(server.directory)))
 
 
-def test_a_run_that_does_not_exist(server: EmbeddedMongo, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status", "wacthed", *_flags(server)]) == 1
-    assert "did you mean watched?" in capsys.readouterr().err
+def test_a_run_that_does_not_exist(said: Callable[..., str]) -> None:
+    assert "did you mean watched?" in said("status", "wacthed", code=1)
 
 
-def test_a_user_without_rights(server: EmbeddedMongo, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_without_rights(server: EmbeddedMongo, said: Callable[..., str]) -> None:
     password = quote(EmbeddedMongo(server.directory).status().password, safe="")
     uri = server.status().uri.replace(f"agentrl:{password}@", "stranger:p@")
     assert "stranger" in uri
-    assert cli.main(["status", "watched", "--db_connection_string", uri]) == 1
-    assert "refused the user" in capsys.readouterr().err
+    assert "refused the user" in said("status", "watched", code=1, where=("--db_connection_string", uri))
 
 
 async def test_a_server_that_goes_away_is_an_outage(tmp_path: Path) -> None:
@@ -114,7 +109,7 @@ async def test_a_server_that_goes_away_is_an_outage(tmp_path: Path) -> None:
         async with await open_store(run):
             pass
         async with await open_existing(run) as store:
-            read = status._run_reader(store, Configs([run, EngineConfig()]))
+            read = cli._run_reader(store, Configs([run, EngineConfig()]))
             assert (await read()).value["activity"] == "idle"
             mongo.down()
             with pytest.raises(StoreUnavailableError):

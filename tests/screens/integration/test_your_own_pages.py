@@ -11,7 +11,7 @@ from docs_pages import DOCS, blocks, write_files
 from served_engine import Served, serve_locally
 from unmoved.train_dump import make_model
 
-from agentrl.local.cli.try_task import main as try_task
+from agentrl.local.cli import try_one
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
 
@@ -65,7 +65,7 @@ def test_the_page_is_tried(
         line = given.replace("$MODEL", str(served.folder)).replace("$ENGINE", served.url)
         command, wanted, *words = shlex.split(line)[1:]
         assert command == "try"
-        code = try_task([wanted, *SHORT, *words])
+        code = try_one([wanted, *SHORT, *words])
         shown = capsys.readouterr().out
         assert code == 0, f"{given}\n{shown}"
         assert "SCORED" in shown, shown

@@ -1,20 +1,30 @@
-"""What the dashboard's pages compute: tokens, comparisons, signs of reward hacking, filters."""
+"""What the dashboard's pages compute and how they show it: tokens, comparisons, filters, texts, charts."""
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
 from snapshots import short_call as call
 
 from agentrl.documents.document import now
+from agentrl.documents.status import StepStatus
+from agentrl.observe.terminal import MISSING
+from agentrl.screens.dashboard.charts import MAX_POINTS, Chart, Series, curves, overlaid, smooth, thin
 from agentrl.screens.dashboard.pages.compare import pair_turns
-from agentrl.screens.dashboard.pages.rewards import VALUES, dependence, disagreements, edges, repeated_answers
-from agentrl.screens.dashboard.pages.tokens import PAGE, Colour, decoder, legend_of, token_views
+from agentrl.screens.dashboard.pages.scores import VALUES, dependence, disagreements, edges, repeated_answers
+from agentrl.screens.dashboard.pages.trajectories import PAGE, Colour, decoder, legend_of, token_views
 from agentrl.screens.dashboard.query import BadQueryError, read_form
+from agentrl.screens.dashboard.render import ago, excerpt, visible
+from agentrl.screens.views.counts import ScoredRow
+from agentrl.screens.views.pipelines import StepRow
 from agentrl.screens.views.read import CallTokens, StepValues
-from agentrl.screens.views.scores import ScoredRow
 
 
 def tokens_of(advantages: list[float], logprobs: list[float]) -> CallTokens:
@@ -80,8 +90,6 @@ def test_two_trajectories_part_at_their_first_difference() -> None:
     pairs = pair_turns([same, other], [same, replace(other, response={"content": "It is 5"}), call(2, 1)])
     assert [pair.is_same for pair in pairs] == [True, False, False]
     assert [pair.parts_here for pair in pairs] == [False, True, False]
-    assert pairs[1].left is not None
-    assert pairs[1].right is not None
     assert (pairs[1].left.same, pairs[1].left.rest) == ("I", " think\nIt is 4")
     assert pairs[1].right.rest == "t is 5"
     assert pairs[2].left is None
@@ -133,3 +141,100 @@ def test_a_hostile_filter_is_refused_or_literal(name: str, value: str) -> None:
     with pytest.raises(BadQueryError) as caught:
         read_form({name: value})
     assert len(caught.value.detail) < 200
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_untrusted_text_is_escaped_and_its_hidden_characters_are_shown() -> None:
+    shown = str(visible("<script>alert(1)</script>\x1b[31mred\u202eevil\u200b\U000e0041\n\tend"))
+    assert "<script>" not in shown
+    assert "&lt;script&gt;" in shown
+    for escape in (r"\x1b", r"\u202e", r"\u200b", r"\U000e0041"):
+        assert f">{escape}</span>" in shown
+    assert shown.endswith("\n\tend")
+
+
+def test_an_emoji_of_several_characters_stays_whole() -> None:
+    assert str(visible("👨\u200d👩")) == "👨\u200d👩"
+
+
+def test_an_excerpt_is_one_line() -> None:
+    assert str(excerpt("a\n\n  b", 10)) == "a b"
+    assert str(excerpt("x" * 50, 10)) == "x" * 9 + "…"
+    assert str(excerpt(None)) == ""
+
+
+def test_ages() -> None:
+    at = datetime(2026, 1, 2, tzinfo=UTC)
+    assert ">5 min ago<" in str(ago(at - timedelta(minutes=5), at))
+    assert str(ago(None)) == MISSING
+
+
+def test_every_flag_that_a_page_names_exists() -> None:
+    pages = (ROOT / "src/agentrl/screens/dashboard/templates").glob("*.html")
+    named = {flag for page in pages for flag in re.findall(r"--[a-z_]{3,}", page.read_text(encoding="utf-8"))}
+    listed = "".join(
+        (ROOT / "docs" / name).read_text(encoding="utf-8")
+        for name in ("flags.md", "commands.md", "scoring.md")
+    )
+    assert len(named) > 3
+    assert {flag for flag in named if not re.search(rf"{flag}\b", listed)} == set()
+
+
+def _step(number: int, **metrics: float) -> StepRow:
+    return StepRow(
+        id=f"1/{number}", step=number, status=StepStatus.COMMITTED, policy_version=number - 1, owner="t",
+        trajectories=0, groups=0, planned_at=datetime(2026, 1, 1, tzinfo=UTC), metrics=metrics,
+    )  # fmt: skip
+
+
+def test_a_figure_cannot_end_its_script_element() -> None:
+    name = "</script><script>alert(1)</script>\u2028<b>"
+    chart = Chart(id="a", title="t", series=[Series(name=name, x=[1], y=[2.0])])
+    text = str(chart.json())
+    assert not set("<>\u2028") & set(text)
+    assert json.loads(text)["series"][0]["name"] == name
+
+
+def test_what_is_no_finite_number_is_a_gap() -> None:
+    chart = Chart(id="a", title="t", series=[Series(name="s", x=[1, 2, 3], y=[math.nan, None, 1.23456789])])
+    assert json.loads(str(chart.json()))["data"][0][1] == [None, None, 1.23457]
+    assert not chart.empty
+    assert Chart(id="a", title="t", series=[Series(name="s", x=[1], y=[float("inf")])]).empty
+
+
+def test_the_table_joins_series_by_x() -> None:
+    series = [Series(name="p", x=[1, 2], y=[5, 6]), Series(name="q", x=[2], y=[0.5])]
+    chart = Chart(id="a", title="t", series=series)
+    assert chart.columns == ["step", "p", "q"]
+    assert chart.rows == [["1", "5", ""], ["2", "6", "0.500"]]
+
+
+def test_a_long_curve_keeps_its_last_step() -> None:
+    steps = [_step(number) for number in range(1, 2 * MAX_POINTS + 2)]
+    thinned = thin(steps)
+    assert len(thinned) <= MAX_POINTS
+    assert thinned[-1] is steps[-1]
+    assert thin([]) == []
+
+
+def test_smoothing_is_a_moving_average_without_bias_whose_gaps_stay() -> None:
+    assert smooth([1.0, None, 3.0, math.nan], 0.5) == [1.0, None, pytest.approx(7 / 3), None]
+    assert smooth([1.0, 2.0], 0.0) == [1.0, 2.0]
+    steps = [_step(number, reward=number % 2) for number in range(1, 1001)]
+    (chart,) = curves("r", steps, 0.99)
+    assert len(chart.series[0].y) <= 600
+    assert chart.series[0].y[-1] == pytest.approx(0.5, abs=0.01)
+
+
+def test_lines_that_coincide_differ_in_their_dashes() -> None:
+    (chart,) = overlaid({name: [_step(1, entropy=0.5)] for name in "abc"})
+    dashes = [series["dash"] for series in json.loads(chart.json())["series"]]
+    assert len({str(dash) for dash in dashes}) == 3
+
+
+def test_only_curves_with_values_are_drawn() -> None:
+    assert [chart.id for chart in curves("r", [_step(1, reward=0.5)])] == ["reward"]
+    both = overlaid({"a": [_step(1, reward=0.5, entropy=1.0)], "b": [_step(1, reward=0.7)]})
+    assert [[series.name for series in chart.series] for chart in both] == [["a: reward", "b: reward"], ["a"]]

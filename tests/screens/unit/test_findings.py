@@ -10,7 +10,7 @@ from snapshots import NOW, engine, snapshot, steps
 
 from agentrl.documents.run import Outage, TrainerLease
 from agentrl.documents.status import TrainerEnd
-from agentrl.screens.findings import findings, seconds_since_step, state
+from agentrl.screens.snapshot import findings, seconds_since_step, state
 from agentrl.screens.views.counts import FailureCount
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import mongomock
 import pytest
 
-from agentrl.screens.views.trajectories import Bounds, TrajectoryFilter
 from agentrl.store.claims import GroupLimit, Needs
 from agentrl.store.steps import Spans, StaleVersions
 
@@ -76,19 +75,3 @@ def test_a_limit_of_groups_allows_what_its_query_does(limit: GroupLimit) -> None
     ]
     allowed = [task["_id"] for task in tasks if limit.allows(task["admission"])]  # type: ignore[arg-type]
     assert found(tasks, limit.query) == sorted(allowed)
-
-
-def test_the_filter_of_trajectories_tells_ready_from_trained() -> None:
-    records = [
-        {"_id": "failed", "status": "failed", "failure": {"kind": "tool"}, "turns": 3},
-        {"_id": "ready", "status": "ready", "trained_count": 0, "score": 0.0, "min_version": 1,
-         "max_version": 1},
-        {"_id": "trained", "status": "ready", "trained_count": 2, "score": 1.0, "min_version": 1,
-         "max_version": 3},
-    ]  # fmt: skip
-    assert found(records, TrajectoryFilter(status="ready").query) == ["ready"]
-    assert found(records, TrajectoryFilter(status="trained").query) == ["trained"]
-    assert found(records, TrajectoryFilter(failure="tool").query) == ["failed"]
-    assert found(records, TrajectoryFilter(version=2).query) == ["trained"]
-    assert found(records, TrajectoryFilter(score=Bounds(high=0.5)).query) == ["ready"]
-    assert found(records, TrajectoryFilter(turns=Bounds(2, 4)).query) == ["failed"]

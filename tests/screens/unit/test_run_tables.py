@@ -11,7 +11,7 @@ from snapshots import NOW, engine, printed, rows, snapshot, step_row, steps
 
 from agentrl.documents.run import Evaluation, Outage, PolicyVersion, TrainerLease
 from agentrl.documents.status import EvaluationStatus, ServiceStatus, StepStatus
-from agentrl.screens.tables import render_tables, tables_json
+from agentrl.screens.run_screens import render_tables, tables_json
 from agentrl.screens.views.counts import (
     DataCount,
     EnvironmentCount,

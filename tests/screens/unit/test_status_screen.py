@@ -1,10 +1,11 @@
-"""The screens of ``agentrl status``: 80 columns, text of others without control characters, a lost server."""
+"""The screens of ``agentrl status``: 80 columns, no control characters, a lost server; words of ``audit``."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import json
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,14 +15,21 @@ from rich.text import Text
 from snapshots import NOW, engine, printed, snapshot, step_row
 from waiting import cancel
 
-from agentrl.documents.run import Outage, TrainerLease
-from agentrl.documents.status import TrainerEnd
+from agentrl.documents.run import (
+    FileChecksum,
+    LiveWeights,
+    Outage,
+    PolicyVersion,
+    ServedVersion,
+    TrainerLease,
+)
+from agentrl.documents.status import TrainerEnd, VersionStatus
 from agentrl.errors import ConfigError, StoreUnavailableError
 from agentrl.observe.terminal import excerpt
-from agentrl.screens.cli import status as command
-from agentrl.screens.findings import findings
-from agentrl.screens.snapshot import RunSnapshot
-from agentrl.screens.status_screen import amount, render_run_status, sparkline, status_json
+from agentrl.screens import cli as command
+from agentrl.screens.cli import audit
+from agentrl.screens.run_screens import amount, render_run_status, sparkline, status_json
+from agentrl.screens.snapshot import RunSnapshot, findings, published_versions
 from agentrl.screens.views.counts import FailureCount, Rates
 from agentrl.store.run_list import Disk, activity_of
 
@@ -177,3 +185,53 @@ async def test_the_last_screen_stays_while_the_server_is_away(monkeypatch: pytes
     shown = out.getvalue()
     assert "not up to date: MongoDB does not answer" in shown
     assert shown.rindex("second screen") > shown.index("not up to date")
+
+
+FILES = (FileChecksum(name="delta.safetensors", bytes=3 << 20, sha256="0"),)
+VERSIONS = [
+    PolicyVersion(id=number, step=step, location="/w", files=FILES, encoding=encoding, train_step=None,
+                  published_at=NOW, status=status)
+    for number, step, encoding, status in (
+        (2, 9, "delta", VersionStatus.PUBLISHED), (1, 8, "full", VersionStatus.WITHDRAWN),
+        (0, 0, "full", VersionStatus.PUBLISHED),
+    )
+]  # fmt: skip
+
+
+def test_a_version_has_its_bytes_and_the_seconds_until_the_last_engine_served_it() -> None:
+    engines = [
+        replace(engine(), served=tuple(ServedVersion(version=2, at=NOW + timedelta(seconds=s)) for s in at))
+        for at in ((1.5,), (), (-3.0,), (0.5,))
+    ]
+    steps = [step_row(9), step_row(10, metrics={"seconds_publish": 0.25})]
+    newest, base = published_versions(VERSIONS, steps, engines)
+    assert (newest.version, newest.step, newest.encoding, newest.bytes) == (2, 9, "delta", 3 << 20)
+    assert (newest.seconds_waited, newest.engines, newest.seconds_until_served) == (0.25, 3, 1.5)
+    assert (base.version, base.seconds_waited, base.engines, base.seconds_until_served) == (0, None, 0, None)
+    live = LiveWeights(kind="tensor", shares=())
+    [row] = published_versions([replace(VERSIONS[0], files=(), live=live, encoding="full")], steps, [])
+    assert (row.encoding, row.bytes) == ("tensor", 0)
+    page = printed(render_run_status(snapshot(versions=[newest, base])))
+    assert "weights    version 2 delta, 3.0 MiB, trainer waited 0.2 s, served by 3 after 1.5 s" in page
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["recrod"], "'recrod'"),
+        (["record"], "id of a Record"),
+        (["records", "--status", "lost"], "lost"),
+        (["records", "--limit", "0"], "--limit"),
+        (["curve", "--ouT", "x"], "--out"),
+    ],
+)
+def test_wrong_words_are_config_errors(argv: list[str], part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        audit(argv)
+    assert part in str(caught.value)
+
+
+def test_help_lists_the_views(capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit([]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {view}" in out for view in ("run", "record ID", "records", "curve"))

@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.documents.status import RecordStatus
 from agentrl.errors import ConfigError
-from agentrl.screens.views.trajectories import Bounds, TrajectoryFilter, TrajectoryOrder, _decode
+from agentrl.screens.views.read import Bounds, TrajectoryFilter, TrajectoryOrder, _decode
 
 
 def test_a_filter_becomes_a_query() -> None:

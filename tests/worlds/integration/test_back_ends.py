@@ -12,21 +12,15 @@ from typing import Any
 import fake_docker
 import pytest
 from fake_kubernetes import FakeKubernetes
-from rootfs_here import make_rootfs, rootfs_problem
+from rootfs_here import rootfs_problem, sh
 
 from agentrl.worlds.containers.container import CONTAINERS, Container, ContainerSpec, FilesTooLargeError
-from agentrl.worlds.sandbox.limits import Execution
 
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(rootfs_problem() is not None, reason="this machine has no namespaces"),
 ]
 BACK_ENDS = ("sandbox", "docker", "kubernetes")
-
-
-@pytest.fixture(scope="module")
-def rootfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_rootfs(tmp_path_factory.mktemp("rootfs") / "root")
 
 
 @pytest.fixture(params=BACK_ENDS)
@@ -57,10 +51,6 @@ async def box(spec: tuple[str, ContainerSpec]) -> AsyncIterator[Container]:
     async with kind(spec[1]) as started:
         yield started
     await started.stop()
-
-
-async def sh(box: Container, line: str, **options: Any) -> Execution:
-    return await box.run(["/bin/sh", "-c", line], **{"seconds": 20, **options})
 
 
 async def test_files_and_processes_stay_between_commands(box: Container) -> None:

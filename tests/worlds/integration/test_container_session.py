@@ -14,8 +14,9 @@ from rootfs_here import rootfs_with_python
 
 from agentrl.documents.record import CommandRun, Ending
 from agentrl.errors import ToolServerError
+from agentrl.worlds.archives import read_file
 from agentrl.worlds.harness.agent import ContainerSession
-from agentrl.worlds.harness.prepare import HarnessConfig, HarnessLimits, Prepared, build_base, read_file
+from agentrl.worlds.harness.prepare import HarnessConfig, HarnessLimits, Prepared, build_base
 from agentrl.worlds.sandbox.local import namespace_problem
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]

@@ -8,48 +8,47 @@ import fcntl
 import os
 import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from waiting import cancel, until
 
 from agentrl.errors import ToolServerError
-from agentrl.worlds.sandbox.limits import SandboxLimits
 from agentrl.worlds.sandbox.linux import landlock_version
-from agentrl.worlds.sandbox.local import LAUNCHER, LocalSandbox, namespace_problem
+from agentrl.worlds.sandbox.local import LAUNCHER, Isolation, LocalSandbox, SandboxLimits, namespace_problem
 
 pytestmark = pytest.mark.integration
 
 LIMITS = SandboxLimits(
-    seconds=4,
-    cpu_seconds=1,
-    memory_mb=128,
-    processes=16,
-    disk_mb=4,
-    files=64,
-    open_files=32,
+    seconds=4, cpu_seconds=1, memory_mb=128, processes=16, disk_mb=4, files=64, open_files=32,
     output_bytes=4096,
-)
+)  # fmt: skip
 SLEEP = "import time; time.sleep(60)"
 MARK = "agentrl-sandbox-left-behind"
 
 
+SYSTEM_PYTHON = "/usr/bin/python3"
+PYTHON = SYSTEM_PYTHON if os.geteuid() == 0 and Path(SYSTEM_PYTHON).exists() else None
+"""Root's own interpreter may be unreadable for other users."""
+
+
+def made(isolation: Isolation, *visible: str, **limits: float) -> LocalSandbox:
+    """Return a sandbox with ``LIMITS``, but for ``limits``."""
+    return LocalSandbox(
+        dataclasses.replace(LIMITS, **limits), isolation=isolation, python=PYTHON, visible=visible
+    )
+
+
 @pytest.fixture(params=["namespaces", "limits"])
 async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[LocalSandbox]:
-    """Return a sandbox of each kind; root's own interpreter may be unreadable for other users."""
+    """Return a sandbox of each kind."""
     if request.param == "namespaces" and (problem := await asyncio.to_thread(namespace_problem)):
         pytest.skip(f"no namespaces here: {problem}")
-    sandbox = LocalSandbox(LIMITS, isolation=request.param, python=_readable_python())
+    sandbox = made(request.param)
     yield sandbox
     await sandbox.close()
     assert not _processes_with(MARK)
-
-
-def _readable_python() -> str | None:
-    """Return the system's interpreter for root, None for others."""
-    system = Path("/usr/bin/python3")
-    return str(system) if os.geteuid() == 0 and system.exists() else None
 
 
 def _size(folder: str) -> int:
@@ -67,18 +66,6 @@ def _lock(file: Path) -> None:
     """Lock a file for a moment. Raises BlockingIOError if somebody else has locked it."""
     with file.open() as opened:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _exists(folder: str) -> bool:
-    return Path(folder).exists()
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    """Wait up to 20 s."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
 
 
 def _processes_with(mark: str) -> list[str]:
@@ -107,9 +94,9 @@ async def test_files_stay_for_the_next_program_and_end_with_the_sandbox(sandbox:
         "import os\nopen('a.py', 'w').write('x = 41')\nos.mkdir('d')\nos.mkfifo('p')\nos.chmod('d', 0)"
     )
     assert (await sandbox.run("import a\nprint(a.x + 1)")).stdout == "42\n"
-    folder = str(sandbox._folder)
+    folder = Path(str(sandbox._folder))
     await sandbox.close()
-    assert not _exists(folder)
+    assert not await asyncio.to_thread(folder.exists)
     assert (await sandbox.run("import os\nprint(sorted(os.listdir()))")).stdout == "['main.py']\n"
 
 
@@ -155,9 +142,7 @@ async def test_a_fork_bomb_meets_the_limit_of_processes(sandbox: LocalSandbox) -
         "    print(n < 17)"
     )
     assert (await sandbox.run(program)).stdout == "True\n"
-    short = LocalSandbox(
-        dataclasses.replace(LIMITS, seconds=1.5), isolation=sandbox._isolation, python=_readable_python()
-    )
+    short = made(sandbox._isolation, seconds=1.5)
     bomb = await short.run("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass")
     await short.close()
     assert bomb.exceeded == "time"
@@ -184,8 +169,8 @@ async def test_a_flood_of_files_is_bounded(sandbox: LocalSandbox) -> None:
 
 @pytest.mark.attack
 @pytest.mark.parametrize("isolation", ["namespaces", "limits"])
-async def test_files_below_any_path_count_and_none_stays(isolation: str, tmp_path: Path) -> None:
-    sandbox = LocalSandbox(LIMITS, isolation=isolation, python=_readable_python())
+async def test_files_below_any_path_count_and_none_stays(isolation: Isolation) -> None:
+    sandbox = made(isolation)
     deep = "import os\nfor _ in range({levels}): os.mkdir('d' * 250); os.chdir('d' * 250)\n"
     fill = "for n in range(40): open(f'f{n}', 'wb').write(os.urandom(1 << 20))\nimport time; time.sleep(5)"
     try:
@@ -193,9 +178,9 @@ async def test_files_below_any_path_count_and_none_stays(isolation: str, tmp_pat
             done = await sandbox.run(code)
             assert not done.succeeded
             assert isolation == "namespaces" or done.exceeded == "files"
-            folder = str(sandbox._folder)
+            folder = Path(str(sandbox._folder))
             await sandbox.close()
-            assert not _exists(folder)
+            assert not await asyncio.to_thread(folder.exists)
     finally:
         await sandbox.close()
 
@@ -203,9 +188,7 @@ async def test_files_below_any_path_count_and_none_stays(isolation: str, tmp_pat
 @pytest.mark.attack
 async def test_a_program_locks_no_file_of_the_host(sandbox: LocalSandbox, open_folder: str) -> None:
     file = _table(open_folder)
-    seeing = LocalSandbox(
-        LIMITS, isolation=sandbox._isolation, python=_readable_python(), visible=(open_folder,)
-    )
+    seeing = made(sandbox._isolation, open_folder)
     lock = f"import fcntl, time; fcntl.flock(open({str(file)!r}), fcntl.LOCK_EX); time.sleep(2)"
     try:
         running = asyncio.create_task(seeing.run(lock))
@@ -345,11 +328,9 @@ async def test_a_cancelled_call_kills_its_program(sandbox: LocalSandbox) -> None
     command = f"[sys.executable, '-c', {SLEEP!r}, {MARK!r}]"
     program = f"import os, sys\nos.execv(sys.executable, {command})"
     call = asyncio.create_task(sandbox.run(program))
-    await _until(lambda: bool(_processes_with(MARK)))
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    await _until(lambda: not _processes_with(MARK))
+    await until(lambda: bool(_processes_with(MARK)))
+    await cancel(call)
+    await until(lambda: not _processes_with(MARK))
 
 
 async def test_a_directory_that_the_program_may_not_enter_is_no_error_of_the_program(
@@ -359,7 +340,7 @@ async def test_a_directory_that_the_program_may_not_enter_is_no_error_of_the_pro
         pytest.skip("only root runs programs as another user")
     os.chmod(tmp_path, 0o700)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    sandbox = LocalSandbox(LIMITS, isolation="limits", python=_readable_python())
+    sandbox = made("limits")
     with pytest.raises(ToolServerError, match="Permission denied"):
         await sandbox.run("print(1)")
     await sandbox.close()
@@ -391,9 +372,7 @@ async def test_files_of_the_user_cannot_be_read_nor_those_of_other_processes(
 
 SAMPLER = """
 import asyncio, sys
-from agentrl.worlds.sandbox.local import LAUNCHER
-from agentrl.worlds.sandbox.limits import SandboxLimits
-from agentrl.worlds.sandbox.local import LocalSandbox
+from agentrl.worlds.sandbox.local import LocalSandbox, SandboxLimits
 python = sys.argv[3] or None
 asyncio.run(LocalSandbox(SandboxLimits(seconds=60), isolation=sys.argv[1], python=python).run(sys.argv[2]))
 """
@@ -410,25 +389,25 @@ def open_folder() -> Iterator[str]:
 async def test_a_program_ends_with_a_sampler_that_is_killed(sandbox: LocalSandbox, open_folder: str) -> None:
     mark = f"{MARK}-orphan"
     program = f"import os, sys\nos.execv(sys.executable, [sys.executable, '-c', {SLEEP!r}, {mark!r}])"
-    python = _readable_python() or ""
+    words = (sandbox._isolation, program, PYTHON or "")
     sampler = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", SAMPLER, sandbox._isolation, program, python, env={"TMPDIR": open_folder}
+        sys.executable, "-c", SAMPLER, *words, env={"TMPDIR": open_folder}
     )
     try:
-        await _until(lambda: len(_processes_with(mark)) > 1)  # the sampler itself, and the program
+        await until(lambda: len(_processes_with(mark)) > 1)  # the sampler itself, and the program
     finally:
         sampler.kill()
         await sampler.wait()
-    await _until(lambda: not _processes_with(mark))
+    await until(lambda: not _processes_with(mark))
 
 
 async def test_a_launcher_that_dies_ends_its_programs_and_is_started_again(sandbox: LocalSandbox) -> None:
     command = f"[sys.executable, '-c', {SLEEP!r}, {MARK!r}]"
     call = asyncio.create_task(sandbox.run(f"import os, sys\nos.execv(sys.executable, {command})"))
-    await _until(lambda: bool(_processes_with(MARK)))
+    await until(lambda: bool(_processes_with(MARK)))
     assert LAUNCHER._process is not None
     LAUNCHER._process.kill()
     with pytest.raises(ToolServerError, match="launcher ended"):
         await call
-    await _until(lambda: not _processes_with(MARK))
+    await until(lambda: not _processes_with(MARK))
     assert (await sandbox.run("print(1)")).stdout == "1\n"

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rootfs_here import make_rootfs, rootfs_problem
+from rootfs_here import make_rootfs, rootfs_problem, sh
 
 from agentrl.errors import ConfigError, ToolServerError
-from agentrl.worlds.containers import sandbox
 from agentrl.worlds.containers.container import CONTAINERS, Container, ContainerSpec
-from agentrl.worlds.containers.sandbox import SandboxContainer
+from agentrl.worlds.sandbox import container as sandbox
 from agentrl.worlds.sandbox import local
-from agentrl.worlds.sandbox.limits import Execution
+from agentrl.worlds.sandbox.container import SandboxContainer
 from agentrl.worlds.sandbox.local import LauncherProcess
 from agentrl.worlds.sandbox.program import descendants
 from agentrl.worlds.sandbox.rootfs import _is_running
@@ -30,11 +29,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def rootfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_rootfs(tmp_path_factory.mktemp("rootfs") / "root")
-
-
 def spec(rootfs: Path, **changed: Any) -> ContainerSpec:
     return ContainerSpec(name="test", rootfs=str(rootfs), **{"seconds": 60, "storage_mb": 64, **changed})
 
@@ -43,10 +37,6 @@ def spec(rootfs: Path, **changed: Any) -> ContainerSpec:
 async def box(rootfs: Path) -> AsyncIterator[Container]:
     async with CONTAINERS.get("sandbox")(spec(rootfs)) as started:
         yield started
-
-
-async def sh(box: Container, line: str, **options: Any) -> Execution:
-    return await box.run(["/bin/sh", "-c", line], **{"seconds": 20, **options})
 
 
 async def test_a_command_gets_its_input_variables_folder_and_user(box: Container) -> None:
@@ -117,7 +107,7 @@ async def test_it_ends_by_itself(rootfs: Path) -> None:
 KILLED = """
 import asyncio, sys
 from agentrl.worlds.containers.container import ContainerSpec
-from agentrl.worlds.containers.sandbox import SandboxContainer
+from agentrl.worlds.sandbox.container import SandboxContainer
 async def main():
     async with SandboxContainer(ContainerSpec(name="test", rootfs=sys.argv[1], seconds=60)) as box:
         await box.run(["/bin/sh", "-c", "exec 1>/dev/null 2>&1; sleep 4321 &"], seconds=10)

@@ -209,8 +209,8 @@ async def test_a_killed_process_fails_its_attempts_and_an_outage_fails_none(stor
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("env:verifiers", "names no environment"),
-        ("env:verifiers?id=sums&args=[1]", "is not a JSON object"),
+        ("env:verifiers", "'id' is missing"),
+        ("env:verifiers?id=sums&args=[1]", "it must be a JSON object"),
         ('env:verifiers?id=sums&args={"id": "user-sim"}', "give each other one a client"),
     ],
 )

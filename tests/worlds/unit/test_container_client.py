@@ -12,6 +12,7 @@ from waiting import until
 from agentrl.errors import ToolServerError
 from agentrl.worlds.containers.docker import DockerContainer, kill_client, start_arguments, start_client
 from agentrl.worlds.harness.prepare import HarnessConfig, HarnessLimits
+from agentrl.worlds.sandbox.tool import program_container
 
 LIMITS = HarnessLimits(memory_mb=64, processes=8, disk_mb=16, files=99, open_files=32, cpu_seconds=3)
 CONFIG = HarnessConfig(
@@ -20,13 +21,25 @@ CONFIG = HarnessConfig(
 )  # fmt: skip
 
 
-def test_a_container_has_no_right_and_every_limit() -> None:
-    command = " ".join(start_arguments(CONFIG.container_spec(network="models"), "name", "image:1"))
-    size = "size=16m,nr_inodes=99,uid=1000,gid=1000,mode=1777,exec"
+SIZE = "size=16m,nr_inodes=99,uid=1000,gid=1000,mode=1777,exec"
+RIGHTS = {
+    "of a harness": (CONFIG.container_spec(network="models"), (
+        "--network models", *(f"--tmpfs {folder}:{SIZE}" for folder in ("/sandbox", "/tmp", "/var/tmp")),
+    )),
+    "of a model's programs": (program_container(LIMITS, "image:1"), (
+        "--network none", "--workdir /work", "/work:size=16m,nr_inodes=99,uid=65534,gid=65534",
+        "/tmp:size=16m",
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHTS)
+def test_a_container_has_no_right_and_every_limit(name: str) -> None:
+    spec, own = RIGHTS[name]
+    command = " ".join(start_arguments(spec, "name", "image:1"))
     for part in (
-        "--network models", "--user 65533:65533", "--read-only", "--cap-drop ALL", "no-new-privileges",
-        "--memory 64m", "--memory-swap 64m", "--pids-limit 14", "nofile=32", "cpu=3", f"fsize={16 << 20}",
-        "core=0", *(f"--tmpfs {folder}:{size}" for folder in ("/sandbox", "/tmp", "/var/tmp")),
+        *own, "--user 65533:65533", "--read-only", "--cap-drop ALL", "no-new-privileges", "--memory 64m",
+        "--memory-swap 64m", "--pids-limit 14", "nofile=32", "cpu=3", f"fsize={16 << 20}", "core=0",
         "--log-driver none",
     ):  # fmt: skip
         assert part in command

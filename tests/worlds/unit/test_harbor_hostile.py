@@ -17,13 +17,13 @@ from agentrl.config.sampling import ContainerConfig
 from agentrl.documents.task_json import BadTaskError
 from agentrl.environments.environment import use_containers
 from agentrl.errors import TaskFileError
+from agentrl.worlds.archives import compare
 from agentrl.worlds.containers.docker import start_arguments
 from agentrl.worlds.harbor import machine
 from agentrl.worlds.harbor.environment import UNREADABLE, _read_archive
 from agentrl.worlds.harbor.folder import pack_copies, read_dockerfile, read_task_folder, read_task_toml
 from agentrl.worlds.harbor.machine import back_end, require_network
 from agentrl.worlds.harbor.source import open_harbor
-from agentrl.worlds.sandbox.changes import compare
 
 pytestmark = pytest.mark.attack
 

@@ -14,6 +14,7 @@ from agentrl.errors import ServerFullError, TaskEnvironmentError, TaskFileError
 from agentrl.worlds.openenv import (
     InvalidActionError,
     OpenEnvSession,
+    Options,
     action_value,
     listed_tools,
     observation_text,
@@ -44,26 +45,32 @@ def schema(required: list[str], **fields: str) -> dict[str, Any]:
 def test_the_schema_of_actions_decides_how_the_model_acts(
     given: dict[str, Any], options: dict[str, str], mode: str
 ) -> None:
-    assert settings(given, options)["action"] == mode
+    assert settings(given, Options.read(options))["action"] == mode
 
 
 def test_a_tool_has_the_schema_of_the_actions_without_metadata() -> None:
-    (tool,) = json.loads(settings(schema(["x"], x="number"), {"action": "tool"})["tools"])
+    (tool,) = json.loads(settings(schema(["x"], x="number"), Options(action="tool"))["tools"])
     assert tool["function"]["name"] == "step"
     assert tool["function"]["description"] == "Act."
     assert tool["function"]["parameters"] == {"properties": {"x": {"type": "number"}}, "required": ["x"]}
 
 
-def test_options_that_do_not_fit_are_refused() -> None:
-    given = schema(["x"], x="object")
-    for options, problem in (
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
         ({"action": "text"}, "action_field=None is not text"),
-        ({"action": "both"}, "not one of text, tool, mcp"),
-        ({"max_sessions": "0"}, "not a number from 1 on"),
-        ({"reset": "[1]"}, "not a JSON object"),
-    ):
-        with pytest.raises(TaskFileError, match=problem):
-            settings(given, options)
+        ({"action": "both"}, "action is 'both'; it must be 'text', 'tool' or 'mcp'"),
+        ({"max_sessions": "0"}, "max_sessions is '0'; it must be at least 1"),
+        ({"max_turns": "many"}, "max_turns is 'many'; it must be a whole number"),
+        ({"reset": "[1]"}, r"reset is '\[1\]'; it must be a JSON object"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, str], problem: str) -> None:
+    with pytest.raises(TaskFileError, match=problem):
+        settings(schema(["x"], x="object"), Options.read(options))
+
+
+def test_a_server_without_tools_is_refused() -> None:
     with pytest.raises(TaskFileError, match="lists no tools"):
         listed_tools({"tools": []})
 

@@ -14,8 +14,8 @@ import pytest
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError, FailureError, OutageError, ToolServerError, tool_server
-from agentrl.tools.config import StdioSpec, load_tools
-from agentrl.tools.pool import ToolPool
+from agentrl.tools.config import StdioSpec
+from agentrl.tools.pool import ToolPool, load_tools
 from agentrl.tools.python import StatefulTool, StatefulTools
 from agentrl.tools.tool import TrajectoryInfo, function_schema
 
@@ -171,7 +171,10 @@ SANDBOX = "agentrl.worlds.sandbox.tool.PythonSandbox"
         ({"config": {}}, "has no class_name"),
         ({"class_name": "verl.tools.gsm8k_tool.Gsm8kTool"}, "cannot be imported"),
         ({"class_name": "json.JSONDecoder"}, "has no method 'execute'"),
-        ({"class_name": f"{__name__}.Submit", "tool_schema": {"type": "function"}}, "function: Field"),
+        (
+            {"class_name": f"{__name__}.Submit", "tool_schema": {"type": "function"}},
+            "'tool_schema.function' is missing",
+        ),
         ({"class_name": f"{__name__}.Submit"}, "raised AttributeError"),
         ({"class_name": "x.y", "config": {"type": "other"}}, "config.type is 'other'"),
         ({"class_name": "x.y", "config": [1]}, "must be a mapping"),

@@ -11,16 +11,8 @@ import pytest
 from git_here import git
 
 from agentrl.errors import ConfigError
-from agentrl.worlds.harness.prepare import (
-    HarnessConfig,
-    HarnessLimits,
-    Workspace,
-    add_files,
-    build_base,
-    keep,
-    read_file,
-    restore,
-)
+from agentrl.worlds.archives import add_files, keep, read_file, restore
+from agentrl.worlds.harness.prepare import HarnessConfig, HarnessLimits, Workspace, build_base
 
 
 def archive_of(path: Path, files: dict[str, bytes]) -> Path:
@@ -51,7 +43,7 @@ def test_what_a_container_packs_is_kept_without_what_leaves_it(tmp_path: Path) -
             member = tarfile.TarInfo(name)
             member.type, member.linkname, member.mode = kind, link, mode
             target.addfile(member)
-    assert keep(packed, archive, HarnessLimits())
+    assert keep(packed, archive, max_bytes=1 << 30, max_files=100)
     assert names(archive) == {"workspace/deep/two.txt", "workspace/link"}
     with tarfile.open(archive) as source:
         kept = {member.name: (member.mode, member.uid) for member in source}
@@ -69,11 +61,49 @@ def test_what_a_container_packs_is_dropped_above_the_limits(tmp_path: Path) -> N
     command = ["tar", "--sparse", "-cf", str(packed), "-C", str(tmp_path / "files"), "."]
     subprocess.run(command, check=True, timeout=20)
     assert packed.stat().st_size < 1 << 20
-    assert not keep(packed, archive, HarnessLimits(disk_mb=10))
-    assert keep(packed, tmp_path / "other.tar", HarnessLimits(disk_mb=50))
+    assert not keep(packed, archive, max_bytes=10 << 20, max_files=100)
+    assert keep(packed, tmp_path / "other.tar", max_bytes=50 << 20, max_files=100)
     many = archive_of(tmp_path / "many.tar", {f"workspace/{number}": b"" for number in range(20)})
-    assert not keep(many, archive, HarnessLimits(files=19))
+    assert not keep(many, archive, max_bytes=1 << 30, max_files=19)
     assert names(archive) == {"workspace/old"}
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "origin"),
+    [
+        ("home/.profile", (), "before"),
+        ("home/added", (), None),
+        ("workspace/work.py", ("tests",), "after"),
+        ("workspace/tests/check.sh", (), "after"),
+        ("workspace/tests/check.sh", ("tests",), "before"),
+        ("workspace/tests/check.sh", ("./tests/check.sh",), "before"),
+        ("workspace/tests/added.py", ("tests",), None),
+        ("workspace/conftest.py", (), "after"),
+        ("workspace/conftest.py", ("tests",), "before"),
+        ("workspace/deep/sitecustomize.py", ("tests",), None),
+        ("workspace/.git/config", ("tests",), "before"),
+        ("workspace/.git/index", ("tests",), "after"),
+        ("workspace/.git/hooks/pre-commit", ("tests",), None),
+        ("workspace/sub/.git", ("tests",), None),
+        ("workspace/file/below", ("file",), None),
+        ("workspace/file", ("file",), "before"),
+    ],
+)
+def test_which_archive_a_member_comes_from(
+    tmp_path: Path, name: str, names: tuple[str, ...], origin: str | None
+) -> None:
+    begun = ("home/.profile", "workspace/work.py", "workspace/tests/check.sh", "workspace/conftest.py",
+             "workspace/.git/config", "workspace/file")  # fmt: skip
+    left = (*begun[:-1], "home/added", "workspace/tests/added.py", "workspace/deep/sitecustomize.py",
+            "workspace/.git/index", "workspace/.git/hooks/pre-commit", "workspace/sub/.git",
+            "workspace/file/below")  # fmt: skip
+    before = archive_of(tmp_path / "before.tar", dict.fromkeys(begun, b"before"))
+    archive = archive_of(tmp_path / "files.tar", dict.fromkeys(left, b"after"))
+    restore(archive, before, names)
+    with tarfile.open(archive) as source:
+        found = {each.name: source.extractfile(each) for each in source if each.isreg()}
+        reader = found.get(name)
+        assert (None if reader is None else reader.read().decode()) == origin
 
 
 def test_what_is_restored_does_not_leave_through_a_link(tmp_path: Path) -> None:

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from agentrl.chat.chat_format import Message
-from agentrl.chat.text_stream import Delta
+from agentrl.chat.chat_format import Delta, Message
 from agentrl.documents.images import appended, joined
+from agentrl.documents.task_json import kind_of
 from agentrl.gateway.dialects.fields import (
+    Fields,
+    MessageList,
+    Stops,
+    Tokens,
+    checked,
     choose,
-    flag_of,
-    kind_of,
-    messages_of,
-    model_of,
     named_event,
     refuse,
     refuse_media,
-    sampling_changes,
     schema_of,
     short,
     source_part,
-    stops_of,
-    tools_of,
     warn_ignored,
-    whole_number,
 )
 from agentrl.gateway.request import Answer, GatewayError, GatewayRequest, Kind, invalid
 from agentrl.tools.tool import Schema
@@ -46,6 +44,16 @@ _KNOWN = frozenset({
 """Fields that are used or refused, and ``metadata``, which names the caller: none of them is ignored."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fields(Fields):
+    messages: MessageList
+    max_tokens: Tokens | None = None
+    top_k: Tokens | None = None
+    stop_sequences: Stops | None = None
+    tool_choice: Mapping[str, Any] | None = None
+    output_config: Mapping[str, Any] | None = None
+
+
 class Messages:
     """``POST /v1/messages``."""
 
@@ -55,28 +63,22 @@ class Messages:
         refuse(body, "mcp_servers", "the gateway calls no tools; give them as tools", [])
         refuse(body, "container", "the gateway runs no code")
         warn_ignored(body, self.name, _KNOWN)
-        choice = body.get("tool_choice") or {"type": "auto"}
-        output = body.get("output_config") or {}
-        if not isinstance(choice, dict) or not isinstance(output, dict):
-            raise invalid("tool_choice and output_config must be objects", "tool_choice")
+        fields = checked(_Fields, body)
+        choice, output = fields.tool_choice or {"type": "auto"}, fields.output_config or {}
         warn_ignored(output, f"{self.name} output_config", frozenset({"format"}))
         kind = choice.get("type")
-        changes = sampling_changes(body, ["temperature", "top_p"])
-        top_k = whole_number(body, "top_k", 1)
-        if top_k is not None:
-            changes["top_k"] = top_k
         system = _text(body.get("system"), "system")
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
-        for index, item in enumerate(messages_of(body.get("messages"), "messages")):
+        for index, item in enumerate(fields.messages):
             messages += _messages(item, f"messages[{index}]")
         request = GatewayRequest(
-            model=model_of(body),
+            model=fields.model,
             messages=messages,
-            tools=_tools(body.get("tools")),
-            changes=changes,
-            max_tokens=whole_number(body, "max_tokens", 1),
-            stop=stops_of(body.get("stop_sequences"), "stop_sequences"),
-            stream=flag_of(body, "stream"),
+            tools=_tools(fields.tools or ()),
+            changes=fields.changes("temperature", "top_p", "top_k"),
+            max_tokens=fields.max_tokens,
+            stop=fields.stop_sequences or (),
+            stream=bool(fields.stream),
             one_call=choice.get("disable_parallel_tool_use") is True,
             schema=schema_of(output.get("format") or body.get("output_format"), "output_config"),
         )
@@ -250,9 +252,9 @@ def _string(value: Any, where: str) -> str:
     return value
 
 
-def _tools(value: Any) -> list[Schema]:
+def _tools(given: Sequence[Any]) -> list[Schema]:
     tools: list[Schema] = []
-    for index, item in enumerate(tools_of(value)):
+    for index, item in enumerate(given):
         where = f"tools[{index}]"
         kind = item.get("type") if isinstance(item, dict) else "text"
         if kind not in (None, "custom"):

@@ -5,27 +5,26 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import orjson
+from pydantic import BeforeValidator, Field
 
+from agentrl.base.validation import Number, Switch, Text, Whole, check
 from agentrl.chat.parsers.arguments import validator_of
 from agentrl.documents.images import Part, joined
 from agentrl.documents.sampling import COLDEST
+from agentrl.documents.task_json import kind_of
+from agentrl.errors import dotted
 from agentrl.gateway.request import GatewayError, GatewayRequest, invalid
 from agentrl.tools.tool import schema_name
 
 logger = logging.getLogger(__name__)
 
-_RANGES: Mapping[str, tuple[float, float]] = {
-    "temperature": (0.0, 2.0),
-    "top_p": (1e-6, 1.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-}
+T = TypeVar("T")
+
 MAX_TOOLS = 512
 MAX_MESSAGES = 10_000
 MAX_STOPS = 16
@@ -54,74 +53,48 @@ def _load_tolerantly(body: bytes) -> Any:
         raise invalid(f"the body is not JSON: {error}", code="invalid_json") from error
 
 
-def sampling_changes(body: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the sampling parameters ``names`` that ``body`` has, checked against the gateway's ranges.
-
-    A temperature at which nothing can be trained is logged once a process.
-    """
-    changes: dict[str, Any] = {}
-    for name in names:
-        value = body.get(name)
-        if value is None:
-            continue
-        low, high = _RANGES[name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-            raise invalid(f"{name} is {short(value)}; it must be a number in [{low:g}, {high:g}]", name)
-        changes[name] = float(value)
-    if changes.get("temperature", 1.0) < COLDEST and _COLD not in _warned:
-        _warned.add(_COLD)
-        logger.warning(
-            "a client asks for a temperature at which no answer can be trained; let it leave the field out",
-            extra={"temperature": changes["temperature"], "at_least": COLDEST},
-        )
-    return changes
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
-def whole_number(body: Mapping[str, Any], name: str, low: int, high: int = 2**31 - 1) -> int | None:
-    """Return the field ``name``; None if it is absent."""
-    value = body.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise invalid(f"{name} is {short(value)}; it must be a whole number in [{low}, {high}]", name)
-    return value
+Share = Annotated[Number, Field(ge=0.0, le=1.0)]
+Penalty = Annotated[Number, Field(ge=-2.0, le=2.0)]
+Tokens = Annotated[Whole, Field(ge=1, le=2**31 - 1)]
+Stop = Annotated[str, Field(min_length=1)]
+"""Not ``Text``: a line end is a stop sequence too."""
+Stops = Annotated[tuple[Stop, ...], BeforeValidator(_listed), Field(max_length=MAX_STOPS)]
+MessageList = Annotated[list[Any], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
-def flag_of(body: Mapping[str, Any], name: str) -> bool:
-    """Return the field ``name``, False if it is absent."""
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise invalid(f"{name} is {short(value)}; it must be true or false", name)
-    return bool(value)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """The fields that a request has in every dialect; null is as good as none."""
+
+    model: Text
+    stream: Switch | None = None
+    temperature: Annotated[Number, Field(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[Number, Field(ge=1e-6, le=1.0)] | None = None
+    tools: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = None
+
+    def changes(self, *names: str) -> dict[str, Any]:
+        """Return the sampling parameters among ``names`` that are given.
+
+        A temperature at which nothing can be trained is logged once a process.
+        """
+        found = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if found.get("temperature", 1.0) < COLDEST and _COLD not in _warned:
+            _warned.add(_COLD)
+            logger.warning(
+                "a client asks for a temperature at which no answer can be trained; let it leave the field"
+                " out",
+                extra={"temperature": found["temperature"], "at_least": COLDEST},
+            )
+        return found
 
 
-def model_of(body: Mapping[str, Any]) -> str:
-    """Return the model that a request names."""
-    model = body.get("model")
-    if not isinstance(model, str) or not model:
-        raise invalid(f"model is {short(model)}; it must be a name", "model")
-    return model
-
-
-def stops_of(value: Any, name: str) -> tuple[str, ...]:
-    """Return the stop sequences of a request."""
-    stops = [value] if isinstance(value, str) else value
-    if stops is None:
-        return ()
-    if not isinstance(stops, list) or not all(isinstance(item, str) and item for item in stops):
-        raise invalid(f"{name} is {short(value)}; it must be text or a list of texts", name)
-    if len(stops) > MAX_STOPS:
-        raise invalid(f"{name} has {len(stops)} texts; at most {MAX_STOPS} are allowed", name)
-    return tuple(stops)
-
-
-def messages_of(value: Any, name: str) -> list[Any]:
-    """Return the list of messages of a request."""
-    if not isinstance(value, list) or not value:
-        raise invalid(f"{name} is {kind_of(value)}; it must be a list of at least one message", name)
-    if len(value) > MAX_MESSAGES:
-        raise invalid(f"{name} has {len(value)} items; at most {MAX_MESSAGES} are allowed", name)
-    return value
+def checked(kind: type[T], given: Any) -> T:
+    """Return a request, or a part of it, as the dataclass ``kind``. Raises GatewayError."""
+    return check(kind, given, lambda problem: invalid(str(problem), dotted(problem.place) or None))
 
 
 def arguments_of(value: Any, where: str) -> dict[str, Any]:
@@ -211,12 +184,6 @@ def require_model(request: GatewayRequest, models: Sequence[str]) -> None:
         )
 
 
-def kind_of(value: Any) -> str:
-    """Return the JSON type of a value."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "absent"}
-    return names.get(type(value), "a number")
-
-
 def short(value: Any) -> str:
     """Return a value for an error message, on one line."""
     text = json.dumps(value, ensure_ascii=True, default=str)
@@ -226,15 +193,6 @@ def short(value: Any) -> str:
 def named_event(value: Mapping[str, Any]) -> bytes:
     """Return a server-sent event that is named by its ``type``."""
     return b"event: " + str(value["type"]).encode() + b"\ndata: " + orjson.dumps(value) + b"\n\n"
-
-
-def tools_of(value: Any) -> list[Any]:
-    """Return the list of tools of a request."""
-    if value is None:
-        return []
-    if not isinstance(value, list) or len(value) > MAX_TOOLS:
-        raise invalid(f"tools is {kind_of(value)}; it must be a list of at most {MAX_TOOLS} tools", "tools")
-    return value
 
 
 def image_part(value: Any, where: str) -> Part:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import orjson
+from pydantic import Field
 
-from agentrl.chat.chat_format import Message
-from agentrl.chat.text_stream import Delta
+from agentrl.base.validation import Switch, Whole
+from agentrl.chat.chat_format import Delta, Message
+from agentrl.documents.task_json import kind_of
 from agentrl.gateway.dialects.fields import (
+    Fields,
+    MessageList,
+    Penalty,
+    Share,
+    Stops,
+    Tokens,
     arguments_of,
+    checked,
     choose,
     content_of,
-    flag_of,
-    kind_of,
-    messages_of,
-    model_of,
     refuse,
     refuse_media,
-    sampling_changes,
     schema_of,
     short,
-    stops_of,
-    tools_of,
     warn_ignored,
-    whole_number,
 )
 from agentrl.gateway.request import STATUS, Answer, GatewayError, GatewayRequest, invalid
 from agentrl.tools.tool import Schema
@@ -53,6 +55,20 @@ _ONE_ANSWER = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fields(Fields):
+    messages: MessageList
+    max_completion_tokens: Tokens | None = None
+    max_tokens: Tokens | None = None
+    """The older name of ``max_completion_tokens``."""
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), le=2**63)] | None = None
+    stop: Stops | None = None
+    logprobs: Switch | None = None
+
+
 class ChatCompletions:
     """``POST /v1/chat/completions``."""
 
@@ -67,26 +83,21 @@ class ChatCompletions:
         refuse(body, "functions", "give tools")
         refuse(body, "web_search_options", "give a tool that searches")
         warn_ignored(body, self.name, _KNOWN)
-        changes = sampling_changes(
-            body, ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"]
-        )
-        seed = whole_number(body, "seed", -(2**63), 2**63)
-        if seed is not None:
-            changes["seed"] = seed % 2**31
+        fields = checked(_Fields, body)
+        changes = fields.changes("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+        if fields.seed is not None:
+            changes["seed"] = fields.seed % 2**31
         options = body.get("stream_options")
         request = GatewayRequest(
-            model=model_of(body),
-            messages=[
-                _message(item, f"messages[{index}]")
-                for index, item in enumerate(messages_of(body.get("messages"), "messages"))
-            ],
-            tools=function_tools(body.get("tools")),
+            model=fields.model,
+            messages=[_message(item, f"messages[{index}]") for index, item in enumerate(fields.messages)],
+            tools=function_tools(fields.tools or ()),
             changes=changes,
-            max_tokens=whole_number(body, "max_completion_tokens", 1) or whole_number(body, "max_tokens", 1),
-            stop=stops_of(body.get("stop"), "stop"),
-            stream=flag_of(body, "stream"),
+            max_tokens=fields.max_completion_tokens or fields.max_tokens,
+            stop=fields.stop or (),
+            stream=bool(fields.stream),
             include_usage=isinstance(options, dict) and bool(options.get("include_usage")),
-            logprobs=flag_of(body, "logprobs"),
+            logprobs=bool(fields.logprobs),
             one_call=body.get("parallel_tool_calls") is False,
             schema=schema_of(body.get("response_format"), "response_format"),
         )
@@ -169,10 +180,10 @@ def tool_choice(value: Any) -> tuple[str | None, str | None]:
     return ("named", str(name)) if name else (short(value), None)
 
 
-def function_tools(value: Any) -> list[Schema]:
+def function_tools(given: Sequence[Any]) -> list[Schema]:
     """Return the function tools of a request in OpenAI's form. Raises GatewayError for other tools."""
     tools: list[Schema] = []
-    for index, item in enumerate(tools_of(value)):
+    for index, item in enumerate(given):
         where = f"tools[{index}]"
         kind = item.get("type") if isinstance(item, dict) else None
         if kind != "function":

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from agentrl.chat.chat_format import Message
-from agentrl.chat.text_stream import Delta
+from pydantic import BeforeValidator
+
+from agentrl.chat.chat_format import Delta, Message
 from agentrl.documents.images import text_of
+from agentrl.documents.task_json import kind_of
 from agentrl.gateway.dialects.fields import (
+    Fields,
+    MessageList,
+    Tokens,
     arguments_of,
+    checked,
     choose,
     content_of,
-    flag_of,
-    kind_of,
-    messages_of,
-    model_of,
     named_event,
     refuse,
     refuse_media,
-    sampling_changes,
     schema_of,
     short,
     warn_ignored,
-    whole_number,
 )
 from agentrl.gateway.dialects.openai_chat import ChatCompletions, function_tools, tool_choice
 from agentrl.gateway.request import Answer, GatewayError, GatewayRequest, invalid
@@ -42,6 +43,18 @@ _KNOWN = frozenset({
 """Fields that are used or refused, and those that name the caller or its cache: none of them is ignored."""
 
 
+def _listed(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fields(Fields):
+    input: Annotated[MessageList, BeforeValidator(_listed)]
+    max_output_tokens: Tokens | None = None
+    previous_response_id: str | None = None
+    text: Mapping[str, Any] | None = None
+
+
 class Responses(ChatCompletions):
     """``POST /v1/responses``; its errors are those of Chat Completions."""
 
@@ -53,27 +66,22 @@ class Responses(ChatCompletions):
         refuse(body, "top_logprobs", "only the logprob of the sampled token is known", 0)
         refuse(body, "prompt", "send input")
         warn_ignored(body, self.name, _KNOWN)
-        text = body.get("text") or {}
-        if not isinstance(text, dict):
-            raise invalid(f"text is {kind_of(text)}; it must be an object", "text")
+        fields = checked(_Fields, body)
+        text, previous = fields.text or {}, fields.previous_response_id
         warn_ignored(text, f"{self.name} text", frozenset({"format"}))
-        previous = body.get("previous_response_id")
-        if previous is not None and not isinstance(previous, str):
-            name = "previous_response_id"
-            raise invalid(f"{name} is {short(previous)}; it must be an id", name)
         instructions = body.get("instructions")
         messages: list[Message] = []
         if instructions:
             messages.append({"role": "system", "content": _text(instructions, "instructions")})
-        tools, left_out = _tools(body.get("tools"))
+        tools, left_out = _tools(fields.tools or ())
         warn_ignored(dict.fromkeys(left_out, True), f"{self.name} tools", frozenset())
         request = GatewayRequest(
-            model=model_of(body),
-            messages=[*messages, *_messages(body.get("input"))],
+            model=fields.model,
+            messages=[*messages, *_messages(fields.input)],
             tools=tools,
-            changes=sampling_changes(body, ["temperature", "top_p"]),
-            max_tokens=whole_number(body, "max_output_tokens", 1),
-            stream=flag_of(body, "stream"),
+            changes=fields.changes("temperature", "top_p"),
+            max_tokens=fields.max_output_tokens,
+            stream=bool(fields.stream),
             one_call=body.get("parallel_tool_calls") is False,
             previous=None if previous is None else previous.rpartition("_")[2],
             schema=schema_of(text.get("format"), "text.format"),
@@ -237,12 +245,10 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _messages(value: Any) -> list[Message]:
+def _messages(items: Sequence[Any]) -> list[Message]:
     """Return the items of a request as chat messages: those of one answer become one message."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
     messages: list[Message] = []
-    for index, item in enumerate(messages_of(value, "input")):
+    for index, item in enumerate(items):
         where = f"input[{index}]"
         if not isinstance(item, dict):
             raise invalid(f"{where} is {kind_of(item)}; it must be an object", where)
@@ -297,14 +303,12 @@ def _text(content: Any, where: str) -> Any:
     return content_of(content, where, texts=_TEXTS, image="input_image")
 
 
-def _tools(value: Any) -> tuple[list[Schema], tuple[str, ...]]:
+def _tools(value: Sequence[Any]) -> tuple[list[Schema], tuple[str, ...]]:
     """Return the function tools of a request, and what names the others; here fields stand beside the type.
 
     Tools of other types (web_search, namespace, custom, …) are run by OpenAI's server, or called in a form
     that no chat template has. Agents such as Codex send them unasked: the model is not shown them.
     """
-    if not isinstance(value, list):
-        return function_tools(value), ()
     kinds = [item.get("type") if isinstance(item, dict) else None for item in value]
     others = [isinstance(kind, str) and kind != "function" for kind in kinds]
     left_out = (

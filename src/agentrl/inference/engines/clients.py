@@ -16,15 +16,17 @@ from agentrl.documents.images import Image
 from agentrl.documents.model_call import ExpertShape
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
 from agentrl.errors import EngineError, ModelError
-from agentrl.inference.client import EngineClient, StreamChunk, version_spans
-from agentrl.inference.control import (
+from agentrl.inference.client import (
+    EngineClient,
     EngineLoad,
     MemoryPart,
     ModelInfo,
     PauseMode,
+    StreamChunk,
     instance_of,
     load_seconds,
     policy_version,
+    version_spans,
     vocab_size_of,
 )
 from agentrl.inference.engine import EngineRefusedError, known_format

@@ -26,8 +26,7 @@ from agentrl.config.run import CPU_RUNNING_REQUESTS, without_uri
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ConfigError, EngineError
-from agentrl.inference.client import EngineClient
-from agentrl.inference.control import load_seconds
+from agentrl.inference.client import EngineClient, load_seconds
 from agentrl.weights.folder import read_config, read_header, replayed_experts, stored_dtype, tensor_files
 
 _SGLANG_LAYERS = frozenset(

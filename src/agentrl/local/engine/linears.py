@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from agentrl.errors import ModelError
 from agentrl.model.lora import read_layers
 from agentrl.weights.delta import WORDS, DeltaFile, StoredShape
-from agentrl.weights.tensor_checksums import torch_dtype
+from agentrl.weights.folder import torch_dtype
 
 _BATCH_ROWS = 32
 

@@ -36,8 +36,15 @@ from agentrl.documents.sampling import SamplingParams, logprobs_of
 from agentrl.errors import AgentRLError, ImageError, ModelError, first_line
 from agentrl.local.engine.linears import LoadedAdapter, Patch
 from agentrl.local.engine.model import LocalModel, read_request_images
-from agentrl.local.engine.scheduler import GenerationRequest, PauseMode, Scheduler
-from agentrl.local.engine.token_sampling import RowSampler, StopStrings, read_params, read_stops
+from agentrl.local.engine.scheduler import (
+    GenerationRequest,
+    PauseMode,
+    RowSampler,
+    Scheduler,
+    StopStrings,
+    read_params,
+    read_stops,
+)
 from agentrl.weights.live import StoredTensor, broadcast, connect, join_group, open_memory_file, unflatten
 
 

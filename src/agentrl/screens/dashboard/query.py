@@ -1,14 +1,18 @@
-"""Read the query of a request, also a filter of trajectories; what is wrong becomes a page that says so."""
+"""Read what a request asks: its query, a filter of trajectories, a posted form; an error becomes a page."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import hmac
 import logging
+import secrets
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
-from urllib.parse import urlencode
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -24,7 +28,7 @@ from agentrl.errors import (
     StoreUnavailableError,
 )
 from agentrl.screens.dashboard.render import render, same_page
-from agentrl.screens.views.trajectories import Bounds, TrajectoryFilter, TrajectoryOrder
+from agentrl.screens.views.read import Bounds, TrajectoryFilter, TrajectoryOrder
 
 logger = logging.getLogger(__name__)
 
@@ -220,3 +224,75 @@ def _number(name: str, given: Mapping[str, str]) -> float | None:
         return float(value)
     except ValueError:
         raise BadQueryError(f"{name} is {value[:80]!r}: give a number") from None
+
+
+FORM_FIELD: Final = "csrf"
+_FORM_COOKIE: Final = "agentrl_csrf"
+_SECRET = secrets.token_bytes(32)
+"""A form that was loaded before the dashboard started is refused: load the page again."""
+_MAX_FORM_COOKIE = 100
+_FORM_BYTES = 64 * 1024
+_FORM_SECONDS = 30.0
+
+
+def give_token(request: Request) -> tuple[str, str]:
+    """Return the token for a form, and the cookie that it belongs to (``set_cookie`` sends it)."""
+    cookie = request.cookies.get(_FORM_COOKIE, "")
+    if not 0 < len(cookie) <= _MAX_FORM_COOKIE:
+        cookie = secrets.token_urlsafe(32)
+    return _form_token(cookie), cookie
+
+
+def set_cookie(request: Request, response: Response, cookie: str) -> None:
+    """Send the cookie with a page that has a form, and let the browser name the page's origin."""
+    response.set_cookie(
+        _FORM_COOKIE, cookie, httponly=True, samesite="strict", secure=request.url.scheme == "https"
+    )
+    response.headers["Referrer-Policy"] = "same-origin"
+
+
+async def posted_form(request: Request) -> dict[str, str]:
+    """Return the fields of a posted form of this dashboard.
+
+    Raises HTTPException 413 for a body above 64 KiB, 408 for one that takes longer than 30 seconds, 403 for a
+    form of another site.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_FORM_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > _FORM_BYTES:
+                    raise HTTPException(
+                        HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The form has more than {_FORM_BYTES:,} bytes."
+                    )
+    except TimeoutError:
+        raise HTTPException(
+            HTTPStatus.REQUEST_TIMEOUT, f"The form did not arrive within {_FORM_SECONDS:.0f} s."
+        ) from None
+    try:
+        fields = parse_qs(body.decode("utf-8"), keep_blank_values=True, max_num_fields=20)
+    except ValueError as error:
+        raise HTTPException(HTTPStatus.BAD_REQUEST, "The form cannot be read.") from error
+    form = {name: given[-1] for name, given in fields.items()}
+    _check_form(request, form.get(FORM_FIELD, ""))
+    return form
+
+
+def _check_form(request: Request, given: str) -> None:
+    """Raise HTTPException 403 unless the request comes from a form of this dashboard."""
+    host = request.headers.get("host", "")
+    same_host = bool(host) and urlsplit(request.headers.get("origin", "")).netloc == host
+    same_site = request.headers.get("sec-fetch-site", "same-origin") == "same-origin"
+    cookie = request.cookies.get(_FORM_COOKIE, "")
+    same_token = bool(cookie) and hmac.compare_digest(given.encode(), _form_token(cookie).encode())
+    if not (same_host and same_site and same_token):
+        raise HTTPException(
+            HTTPStatus.FORBIDDEN,
+            "This does not come from a form of this dashboard, or the form is older than the dashboard: load"
+            " its page again.",
+        )
+
+
+def _form_token(cookie: str) -> str:
+    return hmac.new(_SECRET, cookie.encode(), hashlib.sha256).hexdigest()

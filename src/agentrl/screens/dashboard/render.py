@@ -27,7 +27,7 @@ from agentrl import __version__
 from agentrl.documents.document import now
 from agentrl.observe.metric_definitions import definition_of
 from agentrl.observe.terminal import MISSING, age, duration, number, percent, signed
-from agentrl.screens.status_screen import amount
+from agentrl.screens.run_screens import amount
 
 _JOINERS = "\u200c\u200d"
 """Emoji and some scripts need them; they hide nothing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import hmac
@@ -15,14 +14,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import Final
-from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, urlencode
 
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -52,13 +49,6 @@ class DashboardOptions:
     """Name of the cookie; two dashboards of one host need two."""
 
 
-FORM_FIELD: Final = "csrf"
-_FORM_COOKIE: Final = "agentrl_csrf"
-_SECRET = secrets.token_bytes(32)
-"""A form that was loaded before the dashboard started is refused: load the page again."""
-_MAX_FORM_COOKIE = 100
-_FORM_BYTES = 64 * 1024
-_FORM_SECONDS = 30.0
 CONTENT_POLICY = "; ".join(
     [
         "default-src 'none'",
@@ -166,69 +156,6 @@ def _ask_for_token() -> Response:
         HTTPStatus.UNAUTHORIZED,
         {"WWW-Authenticate": "Bearer"},
     )
-
-
-def give_token(request: Request) -> tuple[str, str]:
-    """Return the token for a form, and the cookie that it belongs to (``set_cookie`` sends it)."""
-    cookie = request.cookies.get(_FORM_COOKIE, "")
-    if not 0 < len(cookie) <= _MAX_FORM_COOKIE:
-        cookie = secrets.token_urlsafe(32)
-    return _form_token(cookie), cookie
-
-
-def set_cookie(request: Request, response: Response, cookie: str) -> None:
-    """Send the cookie with a page that has a form, and let the browser name the page's origin."""
-    response.set_cookie(
-        _FORM_COOKIE, cookie, httponly=True, samesite="strict", secure=request.url.scheme == "https"
-    )
-    response.headers["Referrer-Policy"] = "same-origin"
-
-
-async def posted_form(request: Request) -> dict[str, str]:
-    """Return the fields of a posted form of this dashboard.
-
-    Raises HTTPException 413 for a body above 64 KiB, 408 for one that takes longer than 30 seconds, 403 for a
-    form of another site.
-    """
-    body = bytearray()
-    try:
-        async with asyncio.timeout(_FORM_SECONDS):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > _FORM_BYTES:
-                    raise HTTPException(
-                        HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The form has more than {_FORM_BYTES:,} bytes."
-                    )
-    except TimeoutError:
-        raise HTTPException(
-            HTTPStatus.REQUEST_TIMEOUT, f"The form did not arrive within {_FORM_SECONDS:.0f} s."
-        ) from None
-    try:
-        fields = parse_qs(body.decode("utf-8"), keep_blank_values=True, max_num_fields=20)
-    except ValueError as error:
-        raise HTTPException(HTTPStatus.BAD_REQUEST, "The form cannot be read.") from error
-    form = {name: given[-1] for name, given in fields.items()}
-    check_form(request, form.get(FORM_FIELD, ""))
-    return form
-
-
-def check_form(request: Request, given: str) -> None:
-    """Raise HTTPException 403 unless the request comes from a form of this dashboard."""
-    host = request.headers.get("host", "")
-    same_host = bool(host) and urlsplit(request.headers.get("origin", "")).netloc == host
-    same_site = request.headers.get("sec-fetch-site", "same-origin") == "same-origin"
-    cookie = request.cookies.get(_FORM_COOKIE, "")
-    same_token = bool(cookie) and hmac.compare_digest(given.encode(), _form_token(cookie).encode())
-    if not (same_host and same_site and same_token):
-        raise HTTPException(
-            HTTPStatus.FORBIDDEN,
-            "This does not come from a form of this dashboard, or the form is older than the dashboard: load"
-            " its page again.",
-        )
-
-
-def _form_token(cookie: str) -> str:
-    return hmac.new(_SECRET, cookie.encode(), hashlib.sha256).hexdigest()
 
 
 def create_app(options: DashboardOptions) -> Starlette:

@@ -499,10 +499,7 @@ TOOLS: list[Json] = [
         "$setWindowFields": {
             "partitionBy": {"tool": "$tool", "server": "$server"},
             "sortBy": {"seconds": 1},
-            "output": {
-                "rank": {"$documentNumber": {}},
-                "calls": {"$count": {}, **_ALL_OF_TOOL},
-            },
+            "output": {"rank": {"$documentNumber": {}}, "calls": {"$count": {}, **_ALL_OF_TOOL}},
         }
     },
     {
@@ -696,7 +693,7 @@ STEPS: list[Json] = [
         seconds=seconds("$planned_at", "$committed_at"),
         seconds_waiting_for_data="$metrics.seconds_data",
         inherited={"$ifNull": ["$inherited", False]},
-    ),
+    )
 ]
 
 _OF_RECORD = (

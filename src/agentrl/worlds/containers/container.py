@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,8 @@ from types import TracebackType
 from typing import Any, ClassVar, Final, Self, TypeVar
 
 from agentrl.base.registry import Registry
+from agentrl.documents.record import CommandRun, Ending
 from agentrl.errors import Dependency, DependencyKind, ToolServerError
-from agentrl.worlds.sandbox.limits import Execution
 
 OUTPUT_BYTES: Final = 1 << 20
 COPY_BYTES: Final = 4 << 30
@@ -59,6 +60,47 @@ class ContainerSpec:
     """The longest life: it ends by itself, also when its owner is killed."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Settings of one back end, such as Kubernetes' namespace."""
+
+
+_ENDINGS: Final = {
+    "time": Ending.TIME_LIMIT, "memory": Ending.MEMORY_LIMIT, "files": Ending.DISK_LIMIT,
+    "output": Ending.OUTPUT_LIMIT,
+}  # fmt: skip
+_SHELL_SIGNAL: Final = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """What a program did. ``exceeded`` names the limit that ended it: time, memory, output or files."""
+
+    stdout: str
+    stderr: str
+    exit_code: int
+    """Of the program; minus the signal that ended it."""
+    exceeded: str | None
+    seconds: float
+    memory_mb: float
+    """Largest memory seen."""
+    stdout_bytes: int = 0
+    """Bytes of standard output, with those left out of ``stdout``."""
+    stderr_bytes: int = 0
+
+    @property
+    def succeeded(self) -> bool:
+        """Return whether the program ended by itself, with exit code 0."""
+        return self.exit_code == 0 and self.exceeded is None
+
+    @property
+    def as_command_run(self) -> CommandRun:
+        """Return it as a Record stores it."""
+        if self.exceeded is not None:
+            ended = _ENDINGS[self.exceeded]
+        elif self.exit_code < 0 or _SHELL_SIGNAL < self.exit_code <= _SHELL_SIGNAL + signal.NSIG:
+            ended = Ending.KILLED
+        else:
+            ended = Ending.EXITED if self.exit_code == 0 else Ending.NONZERO_EXIT
+        same = ("exit_code", "seconds", "memory_mb", "stdout", "stderr", "stdout_bytes", "stderr_bytes")
+        return CommandRun(ended=ended, **{name: getattr(self, name) for name in same})
 
 
 class FilesTooLargeError(ToolServerError):
@@ -160,7 +202,7 @@ CONTAINERS: Final[Registry[type[Container]]] = Registry(
     built_in=(
         "agentrl.worlds.containers.docker",
         "agentrl.worlds.containers.kubernetes",
-        "agentrl.worlds.containers.sandbox",
+        "agentrl.worlds.sandbox.container",
     ),
     convert=_class,
 )

@@ -25,11 +25,11 @@ from agentrl.worlds.containers.container import (
     OUTPUT_BYTES,
     Container,
     ContainerSpec,
+    Execution,
     FilesTooLargeError,
     container,
 )
-from agentrl.worlds.sandbox.launcher import Output
-from agentrl.worlds.sandbox.limits import Execution
+from agentrl.worlds.containers.output import Output
 
 logger = logging.getLogger(__name__)
 

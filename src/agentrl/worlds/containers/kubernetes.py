@@ -36,13 +36,13 @@ from agentrl.worlds.containers.container import (
     OUTPUT_BYTES,
     Container,
     ContainerSpec,
+    Execution,
     FilesTooLargeError,
     back_end_away,
     container,
 )
 from agentrl.worlds.containers.docker import BEGIN, CHANGED, INTO, KILL, NO_FOLDER, OUT_OF, TELLING, exports
-from agentrl.worlds.sandbox.launcher import Output
-from agentrl.worlds.sandbox.limits import Execution
+from agentrl.worlds.containers.output import Output
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection

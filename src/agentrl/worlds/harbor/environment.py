@@ -28,7 +28,8 @@ from agentrl.documents.task import Task
 from agentrl.documents.task_json import BadTaskError
 from agentrl.environments.environment import Environment, environment
 from agentrl.errors import TaskEnvironmentError, ToolServerError
-from agentrl.worlds.containers.container import Container, FilesTooLargeError
+from agentrl.worlds.archives import compare
+from agentrl.worlds.containers.container import Container, Execution, FilesTooLargeError
 from agentrl.worlds.harbor.folder import HarborTask, HealthCheck, ImageOf, process_folder
 from agentrl.worlds.harbor.machine import (
     archive_of,
@@ -40,8 +41,6 @@ from agentrl.worlds.harbor.machine import (
     variables,
 )
 from agentrl.worlds.harbor.source import NAME, open_task
-from agentrl.worlds.sandbox.changes import compare
-from agentrl.worlds.sandbox.limits import Execution
 from agentrl.worlds.sandbox.tool import output_text
 
 ROOT: Final = "0:0"

@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict
 
 from agentrl.base.atomic_folder import scratch_folder
 from agentrl.base.untrusted_folder import DEEPEST, discard, lies_in
@@ -34,8 +34,7 @@ from agentrl.base.validation import (
     Positive,
     PositiveWhole,
     Text,
-    problems_of,
-    validate,
+    check,
     wrong,
 )
 from agentrl.documents.task_json import BadTaskError
@@ -243,13 +242,7 @@ def read_task_toml(text: str) -> TaskToml:
             f" {VERSIONS[-1]}: install a newer AgentRL, or let Harbor write the task in one of these"
         )
     given["schema_version"] = str(version)
-    try:
-        found = validate(TaskToml, given)
-    except ValidationError as error:
-        problem = problems_of(error, given)[0]
-        raise BadTaskError(
-            f"task.toml: {problem.text}" + (f" ({problem.hint})" if problem.hint else "")
-        ) from error
+    found = check(TaskToml, given, lambda problem: BadTaskError(f"task.toml: {problem}"))
     for reason in _what_cannot_run(found):
         raise BadTaskError(f"task.toml{reason}")
     return found

@@ -39,28 +39,30 @@ from agentrl.rollout.agents import agent
 from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoreResult
-from agentrl.worlds.containers.container import CONTAINERS, FilesTooLargeError
-from agentrl.worlds.harbor.environment import Harbor, control
-from agentrl.worlds.harness.prepare import (
+from agentrl.worlds.archives import (
     HOME,
-    SYSTEM_PATH,
-    TASK,
     TEMPORARY,
     WORKSPACE,
+    FolderChanges,
+    add_files,
+    compare,
+    keep,
+    read_file,
+    restore,
+)
+from agentrl.worlds.containers.container import CONTAINERS, Execution, FilesTooLargeError
+from agentrl.worlds.harbor.environment import Harbor, control
+from agentrl.worlds.harness.prepare import (
+    SYSTEM_PATH,
+    TASK,
     Command,
     HarnessConfig,
     HarnessFile,
     Prepared,
     ScoreCommand,
-    add_files,
     arguments_of,
-    keep,
     prepare,
-    read_file,
-    restore,
 )
-from agentrl.worlds.sandbox.changes import FolderChanges, compare
-from agentrl.worlds.sandbox.limits import Execution
 from agentrl.worlds.sandbox.local import launch, uses_namespaces
 from agentrl.worlds.sandbox.namespaces import LOOPBACK, WORK
 from agentrl.worlds.sandbox.program import Job
@@ -240,7 +242,7 @@ class ContainerSession(Session):
         self, command: Command, environment: Mapping[str, str], seconds: float, calls_model: bool
     ) -> Execution:
         """The files of a command that leaves more than ``disk_mb`` or ``files`` are dropped."""
-        config = self._prepared.config
+        config, limits = self._prepared.config, self._prepared.config.limits
         network, gateway = (config.network, self._gateway) if calls_model else ("none", None)
         folders = {"HOME": f"{WORK}/{HOME}", "TMPDIR": f"{WORK}/{TEMPORARY}"}
         packed = self._folder / "packed.tar"
@@ -248,12 +250,14 @@ class ContainerSession(Session):
             await container.copy(self.archive, into=WORK)
             done = await container.run(
                 arguments_of(command), seconds=seconds, environment={**folders, **environment},
-                workdir=f"{WORK}/{WORKSPACE}", output_bytes=config.limits.output_bytes,
+                workdir=f"{WORK}/{WORKSPACE}", output_bytes=limits.output_bytes,
                 shown_bytes=SHOWN_BYTES,
             )  # fmt: skip
             try:
-                await container.copy(packed, out_of=WORK, limit=(config.limits.disk_mb << 21) + _HEADERS)
-                is_kept = await asyncio.to_thread(keep, packed, self.archive, config.limits)
+                await container.copy(packed, out_of=WORK, limit=(limits.disk_mb << 21) + _HEADERS)
+                is_kept = await asyncio.to_thread(
+                    keep, packed, self.archive, limits.disk_mb << 20, limits.files
+                )
             except FilesTooLargeError:
                 is_kept = False
             except (ToolServerError, FileNotFoundError, tarfile.TarError) as error:

@@ -14,16 +14,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary
 
 from agentrl.base.atomic_folder import scratch_folder
 from agentrl.base.untrusted_folder import discard
+from agentrl.base.validation import Positive, PositiveWhole, SettingsModel
 from agentrl.errors import AgentRLError, ConfigError, ToolServerError
+from agentrl.worlds.containers.container import Execution
 from agentrl.worlds.sandbox.launcher import LENGTH_BYTES
-from agentrl.worlds.sandbox.limits import Execution, Isolation, SandboxLimits
 from agentrl.worlds.sandbox.linux import landlock_version
 from agentrl.worlds.sandbox.program import Job
 
@@ -37,6 +39,35 @@ _GRACE_SECONDS: Final = 20.0
 
 _running: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 """Bounds the programs that run at a time: their time limits are by the clock."""
+
+
+Isolation = Literal["auto", "namespaces", "limits", "docker"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxLimits(SettingsModel):
+    """What one program may use. A program that exceeds a limit is killed with all that it started."""
+
+    seconds: Positive = 10.0
+    """Time by the clock."""
+    cpu_seconds: PositiveWhole = 10
+    """CPU time of each process."""
+    memory_mb: PositiveWhole = 512
+    """Memory of all its processes, and the address space of each."""
+    processes: PositiveWhole = 32
+    """Processes and threads at a time."""
+    disk_mb: PositiveWhole = 64
+    """Size of the files in its directory."""
+    files: PositiveWhole = 2048
+    """Number of the files in its directory."""
+    open_files: PositiveWhole = 64
+    """Open files of each process."""
+    output_bytes: PositiveWhole = 65536
+    """Standard output and standard error, each."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return these limits by name, without what a subclass adds."""
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(SandboxLimits)}
 
 
 class LauncherProcess:

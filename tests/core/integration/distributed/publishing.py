@@ -23,8 +23,7 @@ from agentrl.config.schema import TrainConfig
 from agentrl.distributed.mesh import leave_processes
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.train.step import PolicyTrainer
-from agentrl.weights.folder import checksums, stored_dtype
-from agentrl.weights.tensor_checksums import TensorChecksum
+from agentrl.weights.folder import TensorChecksum, checksums, stored_dtype
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 64}
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 from gateway_run import GatewayRun
 
-from agentrl.chat.control_tokens import ControlTokens
+from agentrl.chat.renderer import ControlTokens
 from agentrl.config.sampling import GatewayConfig
 from agentrl.store.client import Store
 
@@ -24,13 +24,13 @@ BAD: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "n": ({"n": 2}, 400, "unsupported_parameter", "one answer for each request"),
     "logprobs": ({"logprobs": 3}, 400, "invalid_value", "logprobs is 3"),
     "bias": ({"logit_bias": {"5": 1}}, 400, "unsupported_parameter", "logit_bias"),
-    "model_name": ({"model": None}, 400, "invalid_value", "must be a name"),
+    "model_name": ({"model": None}, 400, "invalid_value", "model is None; it must be text"),
     "pattern": ({"model": "claude-*x"}, 404, "model_not_found", "claude-*x"),
     "top_logprobs": ({"logprobs": True, "top_logprobs": 5}, 400, "unsupported_parameter", "top_logprobs 5"),
     "model": ({"model": "gpt-9"}, 404, "model_not_found", 'the model "gpt-9" does not exist'),
     "image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "unsupported_content", "text only"),
     "temperature": ({"temperature": 9}, 400, "invalid_value", "temperature is 9"),
-    "messages": ({"messages": []}, 400, "invalid_value", "at least one message"),
+    "messages": ({"messages": []}, 400, "invalid_value", "a list of at least 1"),
     "role": ({"messages": [{"role": "king", "content": "x"}]}, 400, "invalid_value", 'is "king"'),
     "prefill": ({"messages": [USER, {"role": "assistant", "content": "3"}]}, 400, "no_new_message", "last"),
     "arguments": (

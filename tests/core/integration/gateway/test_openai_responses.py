@@ -117,7 +117,7 @@ async def test_bad_requests_are_named_in_openais_shape(store: Store) -> None:
     image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AA"}]}]
     bad: list[tuple[dict[str, Any], str]] = [
         ({"input": image}, "reads text only"),
-        ({"input": []}, "at least one message"),
+        ({"input": []}, "a list of at least 1"),
         ({"previous_response_id": "resp_none"}, "names no answer of this trajectory"),
         ({"model": "gpt-9"}, "does not exist"),
         ({"background": True}, "not queued"),

@@ -1,4 +1,4 @@
-"""Tokens in, tokens out: no template changes generated ids."""
+"""Tokens in, tokens out: no template changes generated ids, and streamed text is certain."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_fakes import END, END_OF_TEXT, byte_tokenizer, format_of
 
-from agentrl.chat.chat_format import ChatFormat
+from agentrl.calls.prompts import Conversation
+from agentrl.chat.chat_format import ChatFormat, TextStream
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ModelError, TrajectoryError
-from agentrl.rollout.prompts import Conversation
 from agentrl.tools.tool import function_schema
 
 PLAIN = """\
@@ -79,15 +79,15 @@ def test_a_prompt_extends_the_one_before(template: str, turns: list[Any]) -> Non
     chat_format, conversation = start(template)
     call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
     for body, closing, result in turns:
-        before = conversation.prompt_ids()
+        before = conversation.prompt.ids
         generated = [*body, *closing]
         message = {"role": "assistant", "content": chat_format.decode(generated), "tool_calls": [call]}
         conversation.append_generation(generated, message)
         conversation.append_messages([{"role": "tool", "content": result}])
-        after = conversation.prompt_ids()
+        after = conversation.prompt.ids
         assert after[: len(before)] == before
         assert after[len(before) : len(before) + len(generated)] == generated
-        context = conversation.context_ids()
+        context = conversation.prompt.context_ids
         assert after == [*before, *generated, *context]
         assert (context[0] == END) is not bool(closing)
         opening = [] if closing else [END]
@@ -100,13 +100,13 @@ def test_without_rewriting_the_prompt_is_the_rendering() -> None:
     conversation.append_generation(chat_format.tokens.encode("let me<|im_end|>"), message)
     conversation.append_messages([{"role": "tool", "content": "2"}, {"role": "user", "content": "go on"}])
     whole = chat_format.renderer.template.render(conversation.messages, None, add_generation_prompt=True)
-    assert conversation.prompt_ids() == chat_format.tokens.encode(whole)
+    assert conversation.prompt.ids == chat_format.tokens.encode(whole)
 
 
 def test_a_turn_may_follow_a_turn() -> None:
     chat_format, conversation = start(PLAIN)
     conversation.append_generation(chat_format.tokens.encode("hm"), {"role": "assistant", "content": "hm"})
-    assert written(chat_format, conversation.context_ids()) == "<|im_end|>\n<|im_start|>assistant\n"
+    assert written(chat_format, conversation.prompt.context_ids) == "<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_thoughts_stay_in_the_prompt_although_the_template_drops_them() -> None:
@@ -114,17 +114,17 @@ def test_thoughts_stay_in_the_prompt_although_the_template_drops_them() -> None:
     generated = chat_format.tokens.encode("<think>two</think>I ask<|im_end|>")
     conversation.append_generation(generated, {"role": "assistant", "content": "<think>two</think>I ask"})
     conversation.append_messages([{"role": "tool", "content": "2"}])
-    prompt = written(chat_format, conversation.prompt_ids())
+    prompt = written(chat_format, conversation.prompt.ids)
     assert "<think>two</think>I ask<|im_end|>\n<|im_start|>tool\n2" in prompt
 
 
 def test_new_messages_are_those_since_the_last_generation() -> None:
     chat_format, conversation = start(PLAIN)
-    assert [m["content"] for m in conversation.new_messages] == ["1+1?"]
+    assert [m["content"] for m in conversation.prompt.new_messages] == ["1+1?"]
     conversation.append_generation(chat_format.tokens.encode("2"), {"role": "assistant", "content": "2"})
-    assert conversation.new_messages == ()
+    assert conversation.prompt.new_messages == []
     conversation.append_messages([{"role": "user", "content": "and?"}])
-    assert [m["content"] for m in conversation.new_messages] == ["and?"]
+    assert [m["content"] for m in conversation.prompt.new_messages] == ["and?"]
 
 
 def test_a_template_that_refuses_or_repeats_is_a_trajectory_error() -> None:
@@ -133,18 +133,18 @@ def test_a_template_that_refuses_or_repeats_is_a_trajectory_error() -> None:
     conversation.append_generation([1], {"role": "assistant", "content": "a"})
     conversation.append_messages([{"role": "tool", "content": "2"}])
     with pytest.raises(TrajectoryError, match=r"\[user assistant tool\]: no tools here"):
-        conversation.prompt_ids()
+        _ = conversation.prompt
     _, twice = start("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}")
     twice.append_generation([1], {"role": "assistant", "content": "a"})
     with pytest.raises(TrajectoryError, match="2 times"):
-        twice.prompt_ids()
+        _ = twice.prompt
 
 
 def test_tools_reach_the_template() -> None:
     shows_tools = "{% for t in tools %}{{ t | tojson }}{% endfor %}{% generation %}g{% endgeneration %}"
     chat_format = format_of(shows_tools)
     tool = {"type": "function", "function": {"name": "é<b>"}}
-    prompt = Conversation(chat_format, [{"role": "user", "content": "q"}], [tool]).prompt_ids()
+    prompt = Conversation(chat_format, [{"role": "user", "content": "q"}], [tool]).prompt.ids
     assert written(chat_format, prompt).startswith('{"type": "function", "function": {"name": "é<b>"}}g')
 
 
@@ -200,7 +200,7 @@ def test_the_template_agrees_with_transformers(tmp_path: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
         messages, tools=[tool], add_generation_prompt=True, tokenize=True, return_dict=False
     )
-    assert Conversation(open_chat_format(tmp_path, ModelConfig()), messages, [tool]).prompt_ids() == theirs
+    assert Conversation(open_chat_format(tmp_path, ModelConfig()), messages, [tool]).prompt.ids == theirs
 
 
 def test_a_sampler_needs_no_torch() -> None:
@@ -231,3 +231,49 @@ def test_a_template_that_reads_the_clock_is_rendered_each_time() -> None:
     chat_format, _ = start("{{ strftime_now('%f') }}")
     texts = {written(chat_format, chat_format.render([], None)) for _ in range(50)}
     assert len(texts) > 1
+
+
+FORMAT = format_of()
+MARKS = ("<tool_call>",)
+
+
+def released(text: str, marks: tuple[str, ...] | None = MARKS, stops: tuple[str, ...] = ()) -> str:
+    """The content that is sent before the answer's end, one byte at a time."""
+    stream = TextStream(FORMAT, (), stops, marks)
+    ids = FORMAT.tokens.encode(text)
+    deltas = [delta for place, token in enumerate(ids) for delta in stream.add(place, [token])]
+    assert all(delta.kind == "content" for delta in deltas)
+    assert END not in ids
+    return "".join(delta.text for delta in deltas)
+
+
+@pytest.mark.parametrize(
+    ("text", "sent"),
+    [
+        ("if a < b and d[0] == {1: `x`}.", "if a < b and d[0] == {1: `x`}."),
+        ("a <tool> b", "a <tool> b"),
+        ("I add. <tool_call>{}</tool_call> more", "I add."),
+        ("so <tool_cal", "so"),
+        ("one <think>two</think> three", "one"),
+        ("é ü", "é ü"),
+    ],
+)
+def test_text_is_held_only_while_it_may_begin_a_call(text: str, sent: str) -> None:
+    assert released(text) == sent
+
+
+def test_any_bracket_is_held_where_the_format_of_calls_is_not_known() -> None:
+    assert released("if a < b", None) == "if a"
+
+
+def test_a_stop_string_is_held() -> None:
+    assert released("a, b STO c STOP d", stops=("STOP",)) == "a, b STO c"
+
+
+def test_the_end_of_an_answer_completes_what_was_sent() -> None:
+    stream = TextStream(FORMAT, (), (), MARKS)
+    (first,) = stream.add(0, FORMAT.tokens.encode("I add. <tool_call>{}</tool_call> more"))
+    rest = stream.finish("", "I add.  more")
+    assert rest is not None
+    assert first.text + "".join(delta.text for delta in rest) == "I add.  more"
+    assert stream.finish("", "another answer") is None

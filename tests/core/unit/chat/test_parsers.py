@@ -1,8 +1,11 @@
-"""Test well-formed and malformed tool calls of every format, and how templates choose one."""
+"""Tool calls of every format, well-formed and not: their arguments, the thoughts and answers around them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +13,25 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from agentrl.chat.parsers import parser
-from agentrl.chat.parsers.arguments import convert_arguments, validate_call
-from agentrl.chat.parsers.parser import PARSERS, ToolCall, get_parser, parse_text, parser_of_template
+from agentrl.chat.parsers.arguments import convert_arguments, convert_text, validate_call
+from agentrl.chat.parsers.marked import MarkedParser
+from agentrl.chat.parsers.parser import (
+    MAX_NESTING,
+    PARSERS,
+    THINK,
+    CallSyntaxError,
+    ParsedMessage,
+    ReasoningTags,
+    ToolCall,
+    get_parser,
+    load_json,
+    opens_thought,
+    parse_text,
+    parser_of_template,
+    split_reasoning,
+    tags_in,
+)
+from agentrl.scoring.answers import extract_answer
 from agentrl.tools.tool import function_schema
 
 NUMBER = {"type": "integer"}
@@ -195,3 +215,278 @@ def test_the_marks_of_a_template_choose_the_parser(template: str, parser: str) -
 
 def test_every_mark_names_a_parser_that_there_is() -> None:
     assert {name for _, name in parser._MARKS} <= set(PARSERS.names())
+
+
+FOLDER = Path(__file__).parent / "parser_cases"
+"""The cases of SGLang's and vLLM's own parser tests. Those of templates that neither reads name the template.
+
+A case with ``contradicts`` says where the two projects disagree with each other or with a rule of ours, and
+why; its expectation is ours.
+"""
+FILES = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))]
+CASES = [
+    pytest.param(case, content["tools"], id=f"{case['parser']}: {case['source']}")
+    for content in FILES
+    for case in content["cases"]
+]
+
+
+@pytest.mark.parametrize(("case", "tools"), CASES)
+def test_a_case_of_the_upstream_suites(case: dict[str, Any], tools: list[dict[str, Any]]) -> None:
+    tools, is_opened = case.get("tools", tools), case.get("opened", False)
+    parsed = parse_text(get_parser(case["parser"]), case["text"], tools, opened=is_opened)
+    assert [[call.name, call.arguments] for call in parsed.tool_calls] == case["calls"]
+    assert json.loads(json.dumps([call.arguments for call in parsed.tool_calls], allow_nan=False)) == [
+        arguments for _, arguments in case["calls"]
+    ]
+    assert (parsed.error is not None) == case.get("error", False), parsed.error
+    assert parsed.reasoning == case.get("reasoning", "")
+    if "content" in case and parsed.error is None:
+        assert parsed.content == case["content"]
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {"html": "<think>x"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "rest", "is_open"),
+    [
+        ("plain", "", "plain", False),
+        ("<think>a</think>b", "a", "b", False),
+        ("<think>\na\n</think>\n\nb", "a", "\n\nb", False),
+        ("a</think>b", "a", "b", False),
+        ("<think>a", "a", "", True),
+        ("<think></think>b", "", "b", False),
+        ("a<think>b</think>c<think>d</think>e", "b\n\nd", "ace", False),
+        ("<think>a</think>b<think>c", "a\n\nc", "b", True),
+        ("a</think>b<think>c", "a\n\nc", "b", True),
+        (CALL, "", CALL, False),
+        (f"<think>{CALL}</think>{CALL}<think>{CALL}", f"{CALL}\n\n{CALL}", CALL, True),
+    ],
+)
+def test_thoughts_are_split_from_the_rest(text: str, reasoning: str, rest: str, is_open: bool) -> None:
+    split = split_reasoning(text)
+    assert (split.reasoning, split.rest, split.is_open) == (reasoning, rest, is_open)
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "rest"),
+    [("a", "a", ""), ("a</think>b", "a", "b"), ("<think>a</think>b", "a", "b"), ("<think>a", "a", "")],
+)
+def test_the_prompt_may_open_the_thought(text: str, reasoning: str, rest: str) -> None:
+    split = split_reasoning(text, opened=True)
+    assert (split.reasoning, split.rest) == (reasoning, rest)
+
+
+def test_a_prompt_opens_a_thought_only_at_its_end() -> None:
+    assert opens_thought("<|im_start|>assistant\n<think>\n")
+    assert not opens_thought("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not opens_thought("<think> is a tag. assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "tags"),
+    [
+        ("{{ '<think>' }}", THINK),
+        ("no thought", THINK),
+        ("{{ m.split('[/THINK]') }}", ReasoningTags("[THINK]", "[/THINK]")),
+        ("<|thought_start|>", ReasoningTags("<|thought_start|>", "<|thought_end|>")),
+    ],
+)
+def test_tags_are_those_of_the_template(template: str, tags: ReasoningTags) -> None:
+    assert tags_in(template) == tags
+    assert split_reasoning(f"{tags.open}a{tags.close}b", tags).reasoning == "a"
+
+
+def test_a_malformed_call_stays_in_the_content_and_out_of_the_reasoning() -> None:
+    parsed = parse_text(get_parser("hermes"), "<think>a</think>b <tool_call>{</tool_call>", ())
+    assert (parsed.reasoning, parsed.content) == ("a", "b <tool_call>{</tool_call>")
+    assert parsed.error is not None
+
+
+LOSSY = ("02134", "+31205551234", "007", "1e5", "1.10", "-0", "1_000", " 5", "٣", "5.", ".5", "0x10", "1E3")
+UNIONS = (
+    {"type": ["string", "integer"]},
+    {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+    {"oneOf": [{"type": "null"}, {"type": "number"}, {"$ref": "#/$defs/text"}]},
+    {"type": ["boolean", "number", "string"]},
+    {},
+)
+ROOT = {"$defs": {"text": {"type": "string"}}}
+
+
+@pytest.mark.parametrize("union", UNIONS)
+def test_text_that_a_value_would_write_otherwise_stays_text(union: dict[str, Any]) -> None:
+    assert [convert_text(text, union, ROOT) for text in LOSSY] == list(LOSSY)
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds", "value"),
+    [
+        ("5", ["string", "integer"], 5), ("1.5", ["string", "number"], 1.5),
+        ("1", ["boolean", "string"], "1"), ("0", ["boolean", "string"], "0"),
+        ("true", ["boolean", "string"], True), ("False", ["boolean", "string"], False),
+        ("TRUE", ["boolean", "string"], "TRUE"), ("null", ["string", "null"], None),
+        ('"5"', ["string", "integer"], "5"), ('{"a": 1}', ["string", "object"], {"a": 1}),
+        ("(1, 2)", ["string", "array"], "(1, 2)"), ("02134", ["integer"], 2134), ("1e5", ["number"], 1e5),
+        ("1", ["boolean"], True),
+    ],
+)  # fmt: skip
+def test_a_value_wins_where_nothing_is_lost(text: str, kinds: list[str], value: Any) -> None:
+    read = convert_text(text, {"type": kinds})
+    assert (read, type(read)) == (value, type(value))
+
+
+def test_schemas_that_refer_to_themselves_are_walked_once() -> None:
+    names = [f"L{level}" for level in range(15)]
+    wide = {name: {"anyOf": [{"$ref": f"#/$defs/L{at + 1}"}] * 9} for at, name in enumerate(names[:-1])}
+    root = {
+        "$ref": "#/$defs/A",
+        "$defs": {
+            **wide, "L14": {"type": "integer"},
+            "A": {"properties": {"x": {"$ref": "#/$defs/L0"}}, "anyOf": [{"$ref": "#/$defs/A"}] * 9},
+        },
+    }  # fmt: skip
+    tools = [{"function": {"name": "f", "parameters": root}}]
+    assert convert_arguments("f", {"x": "5", "y": "z"}, tools) == {"x": 5, "y": "z"}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"$ref": "#/$defs/A"}},
+         "properties": {"x": {"$ref": "#/$defs/A"}}},
+        {"$ref": "#"},
+        {"allOf": [{"$ref": "#"}]},
+    ],
+)  # fmt: skip
+def test_a_cycle_of_references_validates_nothing(parameters: dict[str, Any]) -> None:
+    tool = {"function": {"name": "f", "parameters": parameters}}
+    assert validate_call(ToolCall("f", {"x": 1}), [tool]) is None
+
+
+def test_a_problem_lists_arguments_behind_references() -> None:
+    root = {
+        "$ref": "#/$defs/Args",
+        "$defs": {
+            "Args": {
+                "allOf": [{"properties": {"n": {"$ref": "#/$defs/N"}}, "required": ["n"]}],
+                "anyOf": [{"properties": {"m": {"type": ["string", "null"]}}, "required": ["m"]}, {}],
+            },
+            "N": {"type": "integer"},
+        },
+    }  # fmt: skip
+    problem = validate_call(ToolCall("f", {"n": "x"}), [{"function": {"name": "f", "parameters": root}}])
+    assert str(problem).endswith("Arguments: n (integer), m? (string or null).")
+
+
+@pytest.mark.parametrize("depth", [MAX_NESTING, MAX_NESTING + 1, 5000, 200_000])
+def test_nesting_is_bounded_in_the_models_words(depth: int) -> None:
+    text = "[" * depth + "]" * depth
+    if depth <= MAX_NESTING:
+        assert load_json(text)
+        return
+    with pytest.raises(CallSyntaxError):
+        load_json(text)
+    call = f'<tool_call>{{"name": "f", "arguments": {{"x": {text}}}}}</tool_call>'
+    parsed = get_parser("hermes").parse(call, [])
+    assert parsed.error
+    assert not parsed.tool_calls
+
+
+ANSWER = "<answer>4</answer>"
+"""No answer and no thought is read out of a call, whole or broken; it stands for each text of a case."""
+WITH_CALLS = sorted({case["parser"] for content in FILES for case in content["cases"] if case["calls"]})
+BARE = {"llama", "pythonic"}
+"""Formats without marks: nothing says before its end that a text is a call."""
+
+
+def calls_with(value: str, parser: str) -> Iterator[tuple[str, list[ToolCall], list[dict[str, Any]]]]:
+    """Yield texts in whose calls ``value`` stands for a text of the case, with their calls and tools."""
+    for content in FILES:
+        for case in content["cases"]:
+            if case["parser"] != parser or case.get("error") or case.get("opened") or "tools" in case:
+                continue
+            for index, (_, arguments) in enumerate(case["calls"]):
+                for key, text in arguments.items():
+                    if isinstance(text, str) and len(text) > 1 and case["text"].count(text) == 1:
+                        calls = [ToolCall(name, dict(given)) for name, given in case["calls"]]
+                        calls[index].arguments[key] = value
+                        yield case["text"].replace(text, value), calls, content["tools"]
+
+
+def answer_of(parsed: ParsedMessage) -> str | None:
+    return None if parsed.error is not None else extract_answer(parsed.content, "answer")
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_a_call_that_is_cut_holds_no_answer(name: str) -> None:
+    parser, seen = get_parser(name), 0
+    for text, calls, tools in calls_with(ANSWER, name):
+        if list(parse_text(parser, text, tools).tool_calls) != calls:
+            continue  # the schema has another type for this argument, or allows other values
+        seen += 1
+        first = text.index(ANSWER) + len(ANSWER)
+        for end in range(first, len(text)):
+            assert answer_of(parse_text(parser, text[:end], tools)) is None, text[:end]
+    assert seen
+
+
+@pytest.mark.parametrize("name", sorted({*WITH_CALLS} - BARE))
+@pytest.mark.parametrize("value", ["a <think>b</think> c", "a </think> b", "a <think> b"])
+def test_a_thought_in_a_call_is_an_argument(name: str, value: str) -> None:
+    parser = get_parser(name)
+    close = parser.close if isinstance(parser, MarkedParser) else ""
+    for text, _, tools in calls_with(value, name):
+        plain = parser.parse(text, tools)
+        if not plain.tool_calls[0].arguments or plain.error is not None:
+            continue
+        before, _, behind = text.partition(value)
+        is_unclosed = close not in behind if close else "<tool_call>" in before
+        if "think>" in before or (value == "a </think> b" and is_unclosed):
+            continue  # a mark that nothing closes may be a word of a thought
+        assert list(parse_text(parser, text, tools).tool_calls) == list(plain.tool_calls), text
+
+
+OK = '{"name": "add", "arguments": {"a": 1}}'
+WITH = '{"name": "add", "arguments": {"note": "<answer>4</answer>"}}'
+LLAMA = WITH.replace("arguments", "parameters")
+HARMONY = '<|constrain|>json<|message|>{"note": "<answer>4</answer>"}<|call|>'
+ANY_ADD: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        ("hermes", f"<toolcall>{WITH}</tool_call><tool_call>{OK}</tool_call>", 1),
+        ("qwen", f"{WITH}</tool_call>\n<tool_call>{OK}</tool_call>", 1),
+        ("glm45", "<tool>add<arg_key>note</arg_key><arg_value><answer>4</answer></arg_value></tool_call>"
+         "<tool_call>add</tool_call>", 1),
+        ("internlm", f"<|action_start|>{WITH}<|action_end|><|action_start|><|plugin|>{OK}<|action_end|>", 1),
+        ("llama", f"{OK}; {LLAMA[:-1]}", 1),
+        ("llama", f'{OK}; {LLAMA.replace("name", "nme")}', 1),
+        ("llama", f"So: {LLAMA[:-1]}", 0),
+        ("llama", f'<|python_tag|>{LLAMA.replace("name", "nme")}; {OK}', 1),
+        ("gpt_oss", f"commentary to=functions.add {HARMONY}", 0),
+        ("gpt_oss", f"<|channel|>commentary functions.add {HARMONY}", 0),
+        ("gpt_oss", f"<|channel|>commentaryto=functions.add {HARMONY}", 0),
+        ("gpt_oss", 'to=functions.add<|message|>{"note": "<answer>4</answer>"}', 0),
+    ],
+)  # fmt: skip
+def test_a_call_without_its_opening_is_malformed(name: str, text: str, calls: int) -> None:
+    parsed = parse_text(get_parser(name), text, [ANY_ADD])
+    assert parsed.error is not None
+    assert len(parsed.tool_calls) == calls
+
+
+def test_a_mark_that_a_model_repeats_does_not_empty_the_call() -> None:
+    text = '<|channel|>commentary to=functions.add<|message|><|message|>{"a": 1}<|call|>'
+    assert parse_text(get_parser("gpt_oss"), text, [ANY_ADD]).tool_calls == (ToolCall("add", {"a": 1}),)
+
+
+def test_a_mark_of_calls_in_a_thought_that_began_before_hides_nothing_behind_it() -> None:
+    call = f"<tool_call>{OK}</tool_call>"
+    split = split_reasoning(f"I write <tool_call>.</think>{call}")
+    assert (split.reasoning, split.rest) == ("I write <tool_call>.", call)
+    split = split_reasoning(f"{call} perhaps.</think>Done")
+    assert split.rest == "Done"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from parsed_flags import parsed
 
-from agentrl.cli import evaluate, services, train
+from agentrl.cli import services
 from agentrl.config.agreement import require_trainable, trainer_settings
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
@@ -130,7 +130,7 @@ def test_reinforce_plus_plus_is_accepted(flags: str) -> None:
     require_trainable(parsed(*words.split()))
 
 
-@pytest.mark.parametrize("command", [services.sample, train.train], ids=["sample", "train"])
+@pytest.mark.parametrize("command", [services.sample, services.train], ids=["sample", "train"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_sampler_and_trainer_refuse_before_they_begin(command: Callable[[list[str]], int], name: str) -> None:
     flags, words = REFUSED[name]
@@ -145,7 +145,7 @@ def test_other_commands_take_the_same_flags() -> None:
 
 def test_an_evaluation_samples_however_it_likes() -> None:
     with pytest.raises(ConfigError, match="nothing to evaluate"):
-        evaluate.main(shlex.split(REFUSED["greedy"][0]))
+        services.evaluate(shlex.split(REFUSED["greedy"][0]))
 
 
 def loss_facts(*flags: str) -> dict[str, object]:

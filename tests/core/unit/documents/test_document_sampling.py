@@ -77,8 +77,9 @@ def test_nothing_means_the_policy_itself(text: str) -> None:
         ('{"top_p": 0}', "top_p"),
         ('{"temperature": -1}', "temperature"),
         ('{"max_new_tokens": true}', "max_new_tokens"),
-        ("[1]", "JSON object"),
+        ("[1]", "a mapping"),
         ("{temperature: 1}", "not JSON"),
+        ('{"top_kk": 1}', "extra"),
     ],
 )
 def test_a_wrong_parameter_is_named(text: str, message: str) -> None:

@@ -10,6 +10,7 @@ from made_documents import made_task
 from rollout_fakes import ScriptedEngine, format_of, make_rollout
 from trajectories import score_trajectory
 
+from agentrl.calls.turns import Turn
 from agentrl.config.schema import AgentConfig, SamplingConfig, ToolConfig
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Claim, Task
@@ -18,7 +19,6 @@ from agentrl.errors import ConfigError, TrajectoryError
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS, run_agent
 from agentrl.rollout.rollout import Rollout
-from agentrl.rollout.trajectory_calls import PendingCall
 from agentrl.scoring.scorers import ScorerContext, run_scorer
 from agentrl.tools.pool import ToolPool
 from agentrl.tools.tool import TrajectoryInfo
@@ -35,7 +35,7 @@ async def play(asked: Task, agent: str, *script: str) -> tuple[Rollout, Outcome]
     claim = Claim(task=asked, traj_id=0, attempt=1, owner="o")
     environment = open_environment(asked, call_timeout=10)
 
-    async def write(call: PendingCall) -> None:
+    async def write(call: Turn) -> None:
         """Store nothing."""
 
     pool = ToolPool(ToolConfig())

@@ -14,7 +14,7 @@ from agentrl.config.schema import ModelConfig
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ModelError
 from agentrl.model.load import load_policy
-from agentrl.weights.merged import merged_model
+from agentrl.weights.folder import merged_model
 
 
 def adapter_of(base: Path, folder: Path) -> dict[str, torch.Tensor]:

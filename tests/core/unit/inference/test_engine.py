@@ -40,3 +40,12 @@ def test_a_prompt_that_its_caller_changes_is_encoded_again() -> None:
     ids[0] = 3
     assert EncodedIds(first).update(ids, 10) == b"[3,2]"
     assert EncodedIds(first).update([1, 2], 10) == b"[1,2]"
+
+
+def test_a_conversation_that_moves_to_an_engine_with_fewer_ids_is_checked_again() -> None:
+    encoded = EncodedIds(FirstPrompts())
+    assert encoded.update([1, 9], 10) == b"[1,9]"
+    assert encoded.update([1, 9, 2], 12) == b"[1,9,2]"
+    with pytest.raises(EngineRefusedError, match="token id 9 is outside the vocabulary of 9 ids"):
+        encoded.update([1, 9, 2, 3], 9)
+    assert encoded.update([1, 9, 2, 3], 10) == b"[1,9,2,3]"

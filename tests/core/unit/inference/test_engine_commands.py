@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.errors import ConfigError, ModelError
-from agentrl.inference.control import load_seconds
+from agentrl.inference.client import load_seconds
 from agentrl.inference.engines import commands
 from agentrl.inference.engines.commands import engine_command
 

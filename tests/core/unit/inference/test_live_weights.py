@@ -13,7 +13,7 @@ from agentrl.base.processes import identify
 from agentrl.documents.run import LiveShare, LiveWeights, PolicyVersion
 from agentrl.errors import EngineError, PublishError
 from agentrl.inference.engine import EngineRefusedError
-from agentrl.inference.served_engine import PartlyLoadedError, ServedAdapters, ServedWeights, is_reachable
+from agentrl.inference.served_engine import Loaded, PartlyLoadedError, ServedWeights, is_reachable
 from agentrl.weights.folder import write_manifest
 from agentrl.weights.local_copy import LocalCopy
 
@@ -73,15 +73,15 @@ def version(number: int, folder: Path | None = None, live: LiveWeights | None = 
 def served(engine: Engine, *versions: PolicyVersion) -> ServedWeights:
     client: Any = engine
     store: Any = Store(*versions)
-    copy = LocalCopy(Path("unused"))
-    return ServedWeights(client, store, copy, ServedAdapters(client, copy, run_name="run"))
+    return ServedWeights(client, store, LocalCopy(Path("unused")), run_name="run")
 
 
 async def test_a_live_version_needs_no_folder() -> None:
     engine = Engine("local")
     weights = served(engine)
     await weights.fetch(version(3))
-    assert await weights.load(version(3)) == 3
+    await weights.load(version(3))
+    assert weights.loaded == Loaded(3, 3)
     assert engine.calls == [
         ("begin_update",), ("load_memory", SHARE.file, "a", 3), ("load_memory", SHARE.file, "b", 3),
         ("end_update",),
@@ -93,7 +93,8 @@ async def test_a_stored_version_replaces_one_that_the_trainer_does_not_give(tmp_
     weights = served(engine)
     stored = version(3, tmp_path / "v3")
     await weights.fetch(stored)
-    assert await weights.load(stored) == 3
+    await weights.load(stored)
+    assert weights.loaded == Loaded(3, 3)
     assert engine.calls[-1] == ("update_weights", stored.location, 3)
     with pytest.raises(EngineError, match="no load_memory"):
         await weights.load(version(4))
@@ -111,7 +112,9 @@ async def test_sglang_gets_whole_weights_again_after_a_part(
     monkeypatch.setattr(LiveLoader, "_load_pickled", halves)
     stored = version(2, tmp_path / "v2", live=None)
     engine = Engine("sglang", b"b")  # type: ignore[arg-type]
-    assert await served(engine, version(3), stored).load(version(3)) == 2
+    weights = served(engine, version(3), stored)
+    await weights.load(version(3))
+    assert weights.loaded == Loaded(2, 2)
     assert engine.calls[-2:] == [("end_update",), ("update_weights", stored.location, 2)]
     for lost in (served(engine), served(Engine("sglang", b"b", "update_weights"), stored)):  # type: ignore[arg-type]
         with pytest.raises(PartlyLoadedError):

@@ -19,9 +19,9 @@ from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus, VersionStatus
 from agentrl.errors import EngineError, PublishError, StoreError, StoreUnavailableError
 from agentrl.inference import served_engine
-from agentrl.inference.control import EngineLoad, ModelInfo
+from agentrl.inference.client import EngineLoad, ModelInfo
 from agentrl.inference.engine import EngineRefusedError
-from agentrl.inference.served_engine import ServedAdapters, ServedEngine, ServedWeights, starting_weights
+from agentrl.inference.served_engine import ServedEngine, ServedWeights, starting_weights
 from agentrl.weights.folder import write_manifest
 from agentrl.weights.local_copy import LocalCopy
 
@@ -137,19 +137,20 @@ class Process:
             raise EngineError(f"exit code {self.returncode}")
 
 
-def weights_of(client: Any, store: Any, copy: LocalCopy, loaded: int = 0) -> ServedWeights:
-    return ServedWeights(client, store, copy, ServedAdapters(client, copy, run_name="run"), loaded=loaded)
-
-
 class Harness:
     def __init__(self, folder: Path, lease: DeviceLease | None = None) -> None:
         self.store, self.client, self.process = Store(), Client(), Process()
         self.copy = LocalCopy(folder / "copy")
-        weights = weights_of(self.client, self.store, self.copy)
+        weights = self.weights(self.copy, folder="/models/base")
         self.engine = ServedEngine(
             self.store, self.client, self.process, EngineConfig(heartbeat_seconds=0.01),  # type: ignore[arg-type]
-            service_id="e1", folder="/models/base", version=0, lease=lease, weights=weights,
+            service_id="e1", lease=lease, weights=weights,
         )  # fmt: skip
+
+    def weights(self, copy: LocalCopy, version: int = 0, folder: str = "") -> ServedWeights:
+        client: Any = self.client
+        store: Any = self.store
+        return ServedWeights(client, store, copy, run_name="run", version=version, folder=folder)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
@@ -383,27 +384,25 @@ def chain_of(harness: Harness, folder: Path, *steps: int) -> Chain:
     return chain
 
 
-def served(harness: Harness, copy: LocalCopy, loaded: int = 0) -> ServedWeights:
-    return weights_of(harness.client, harness.store, copy, loaded)
-
-
 async def test_a_delta_is_loaded_from_the_copy_of_the_host(harness: Harness, tmp_path: Path) -> None:
     chain = chain_of(harness, tmp_path / "published", 1, 0)
     harness.client.refused = {"prepare_delta"}
     await harness.engine.update(chain.versions[2])
     assert ("update_weights", str(harness.copy.folder), 2) in harness.client.calls
     assert harness.beat["policy_version"] == 2
-    other = served(harness, LocalCopy(tmp_path / "copy"))
+    other = harness.weights(LocalCopy(tmp_path / "copy"))
     await other.fetch(chain.versions[3])
     harness.client.calls.clear()
-    assert await other.load(chain.versions[2]) == 3  # another engine has changed the copy meanwhile
+    await other.load(chain.versions[2])
+    assert other.loaded.version == 3  # another engine has changed the copy meanwhile
     assert harness.client.calls == [("update_weights", str(harness.copy.folder), 3)]
     (tmp_path / "published/v000003/rank-0.delta").unlink()
-    late = served(harness, LocalCopy(tmp_path / "late"), loaded=1)
+    late = harness.weights(LocalCopy(tmp_path / "late"), version=1)
     await late.fetch(chain.versions[3])
     assert late.needs_full
-    assert await late.load(chain.versions[3]) == 2
-    alone = served(harness, LocalCopy(tmp_path / "alone"), loaded=2)
+    await late.load(chain.versions[3])
+    assert late.loaded.version == 2
+    alone = harness.weights(LocalCopy(tmp_path / "alone"), version=2)
     with pytest.raises(PublishError, match="the newest that can is version 2"):
         await alone.fetch(chain.versions[3])
     assert alone.needs_full
@@ -418,10 +417,11 @@ async def test_an_engine_that_takes_deltas_changes_its_weights_before_the_copy_f
     def holds(version: int) -> bool:
         return copy._state().is_whole(chain.versions[version])
 
-    weights = served(harness, copy, loaded=1)
+    weights = harness.weights(copy, version=1)
     await weights.fetch(chain.versions[3])  # version 2 was missed
     assert calls == [("prepare_delta", ["2", "3"], 1)]
-    assert await weights.load(chain.versions[3]) == 3
+    await weights.load(chain.versions[3])
+    assert weights.loaded.version == 3
     assert calls.pop() == ("apply_delta", 3)
     assert not holds(3)
     await weights.keep_up()
@@ -432,7 +432,8 @@ async def test_an_engine_that_takes_deltas_changes_its_weights_before_the_copy_f
         await weights.load(chain.versions[4])
     assert calls[-2:] == [("apply_delta", 4), ("update_weights", str(copy.folder), 4)]
     harness.client.refused.clear()
-    assert await weights.load(chain.versions[4]) == 4
+    await weights.load(chain.versions[4])
+    assert weights.loaded.version == 4
     assert calls[-1] == ("update_weights", str(copy.folder), 4)
     delta = tmp_path / "published/v000005/rank-0.delta"
     delta.write_bytes(bytes(delta.stat().st_size))
@@ -453,3 +454,16 @@ async def test_a_host_without_the_trainer_s_folder_starts_with_its_own_model(
     (tmp_path / "base" / "model.safetensors").write_bytes(b"another model")
     with pytest.raises(PublishError, match="/of/the/trainer"):
         await starting_weights(store, config, harness.copy)
+
+
+async def test_a_delta_that_arrives_in_the_trainer_s_turn_is_loaded_from_the_copy(
+    harness: Harness, tmp_path: Path
+) -> None:
+    chain = chain_of(harness, tmp_path / "published", 1, 2, 3)
+    weights = harness.weights(harness.copy, version=1)
+    await weights.release_memory()
+    await weights.fetch(chain.versions[2])
+    await weights.reload(chain.versions[2])
+    assert harness.client.calls == [("release_memory",), ("update_weights", str(harness.copy.folder), 2)]
+    await weights.fetch(chain.versions[3])  # the engine was not asked in vain, so it still takes deltas
+    assert harness.client.calls[-1] == ("prepare_delta", ["3"], 2)

@@ -43,7 +43,7 @@ PROGRAM = """
 import sys
 import agentrl.config.agreement
 import agentrl.losses.loss
-from agentrl.config.describe import flags_page
+from agentrl.config.schema import flags_page
 from agentrl.config.load import parse
 from agentrl.config.schema import LossConfig
 from agentrl.errors import ConfigError

@@ -10,7 +10,7 @@ import torch
 from parsed_flags import parsed
 from token_batches import three_tokens
 
-from agentrl.cli.train import _check_flags
+from agentrl.cli.services import check_training_flags
 from agentrl.config.schema import LossConfig
 from agentrl.errors import ConfigError
 from agentrl.losses.compute import token_losses
@@ -77,5 +77,5 @@ def test_a_trainer_finds_a_loss_that_an_imported_module_registers(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(LOSSES, "_registered", dict(LOSSES._registered))
     flags = ["--import_modules", "own_names", "--loss_calculater", "named"]
-    configs = parsed(*flags, validate=_check_flags)
+    configs = parsed(*flags, validate=check_training_flags)
     assert LossSettings.of_run(configs).loss.function.__name__ == "clipped"

@@ -341,8 +341,10 @@ async def test_a_rubric_needs_one_verdict_for_each_criterion(llm: FakeLLM, reply
     [
         (None, "the task has no rubric"),
         ([], "the task has no rubric"),
-        ([{"weight": 2}], "the rubric has the criterion"),
-        ([{"criterion": "x", "weight": "high"}], "the rubric has the criterion"),
+        ([{"weight": 2}], "criterion' is missing"),
+        ([{"criterion": "x", "weight": "high"}], r"rubric\[0\].weight is 'high'; it must be a number"),
+        (["x", {"criterion": " "}], r"rubric\[1\].criterion is ' '; it must be text that is not empty"),
+        ({"criterion": "x"}, "rubric is .*; it must be a list"),
         ([{"criterion": "x", "weight": -1}], "no criterion with a positive weight"),
     ],
 )

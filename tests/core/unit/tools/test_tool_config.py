@@ -18,9 +18,9 @@ from agentrl.tools.config import (
     ManagerSpec,
     Scope,
     StdioSpec,
-    configured_servers,
     load_servers,
 )
+from agentrl.tools.pool import configured_servers
 
 
 def write(tmp_path: Path, text: str) -> Path:

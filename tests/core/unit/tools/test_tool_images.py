@@ -9,10 +9,10 @@ from typing import Any, cast
 from rollout_fakes import MemoryImages
 from tiny_vision import drawn
 
+from agentrl.calls.turns import execute
 from agentrl.chat.parsers.parser import ToolCall
 from agentrl.documents.images import image_of_bytes, image_refs
 from agentrl.documents.model_call import full_messages, strip_tool_results
-from agentrl.rollout.tool_calls import execute
 from agentrl.tools.mcp.content import MAX_IMAGES, images_in, normalize_result
 from agentrl.tools.tool import ToolResult
 

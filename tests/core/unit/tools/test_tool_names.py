@@ -8,8 +8,7 @@ import re
 import pytest
 
 from agentrl.chat.parsers.parser import get_parser
-from agentrl.tools.pool import ToolNames
-from agentrl.tools.tool import Schema, function_schema
+from agentrl.tools.tool import Schema, ToolNames, function_schema
 
 FORMS = {
     "hermes": '<tool_call>{{"name": "{}", "arguments": {{"q": "x"}}}}</tool_call>',

@@ -32,11 +32,10 @@ from agentrl.train import controller, publishing
 from agentrl.train.loop import Trainer
 from agentrl.train.publishing import Publisher
 from agentrl.weights import live
-from agentrl.weights.folder import MANIFEST, complete_folder, verify
+from agentrl.weights.folder import MANIFEST, TensorChecksum, complete_folder, verify, weights_digest
 from agentrl.weights.live import open_memory_file
 from agentrl.weights.local_copy import apply
 from agentrl.weights.snapshot import Snapshot, Written, write_alone
-from agentrl.weights.tensor_checksums import TensorChecksum, weights_digest
 
 Start = Callable[..., Any]
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 from tiny_policy import MARKED_TEMPLATE, TEMPLATE, tiny_format, write_tiny_policy
 
-from agentrl.cli.train import sft as main
+from agentrl.cli.services import sft as main
 from agentrl.config.schema import ModelConfig
 from agentrl.data.forest import forest_from_data
 from agentrl.errors import AgentRLError, ConfigError

@@ -19,9 +19,8 @@ from torch import Tensor
 from agentrl.errors import PublishError
 from agentrl.weights import delta, local_copy
 from agentrl.weights.delta import encode
-from agentrl.weights.folder import checksums
+from agentrl.weights.folder import TensorChecksum, checksums, weights_digest
 from agentrl.weights.local_copy import apply
-from agentrl.weights.tensor_checksums import TensorChecksum, weights_digest
 
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from agentrl.errors import ModelError
-from agentrl.weights.difference import layer_differences
+from agentrl.weights.delta import layer_differences
 
 
 def write(folder: Path, **tensors: torch.Tensor) -> Path:

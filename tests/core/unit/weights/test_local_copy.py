@@ -24,9 +24,8 @@ from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
 from agentrl.weights import local_copy
-from agentrl.weights.folder import checksums
+from agentrl.weights.folder import TensorChecksum, checksums, weights_digest
 from agentrl.weights.local_copy import LocalCopy, model_files
-from agentrl.weights.tensor_checksums import TensorChecksum, weights_digest
 
 
 @pytest.fixture(autouse=True)

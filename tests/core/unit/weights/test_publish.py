@@ -15,10 +15,9 @@ from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
 from agentrl.model.load import Policy, load_policy
 from agentrl.weights import publish as publishing
-from agentrl.weights.folder import checksums, complete_folder, verify
+from agentrl.weights.folder import TensorChecksum, checksums, complete_folder, verify
 from agentrl.weights.publish import PublishTarget, newer_versions, publish, publish_base
 from agentrl.weights.snapshot import Written, write_alone
-from agentrl.weights.tensor_checksums import TensorChecksum
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from agentrl.weights.folder import checksums
+from agentrl.weights.folder import TensorChecksum, checksums
 from agentrl.weights.snapshot import (
     Holding,
     PublishedModel,
@@ -30,7 +30,6 @@ from agentrl.weights.snapshot import (
     write_beside,
     write_share,
 )
-from agentrl.weights.tensor_checksums import TensorChecksum
 
 NUMBERS = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,

@@ -22,12 +22,11 @@ from agentrl.documents.run import FileChecksum, PolicyVersion
 from agentrl.errors import ConfigError, PublishError
 from agentrl.weights import storage
 from agentrl.weights.delta import encode
-from agentrl.weights.folder import MANIFEST, checksums, write_manifest
+from agentrl.weights.folder import MANIFEST, TensorChecksum, checksums, write_manifest
 from agentrl.weights.local_copy import LocalCopy
 from agentrl.weights.publish import PublishTarget, publish
 from agentrl.weights.snapshot import Written
 from agentrl.weights.storage import delete, download, folder_names, read, require_storage, upload
-from agentrl.weights.tensor_checksums import TensorChecksum
 
 
 class _Handler(SimpleHTTPRequestHandler):

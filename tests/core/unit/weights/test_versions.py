@@ -10,7 +10,7 @@ from tiny_models import tiny_model
 from agentrl.base.atomic_folder import begin_folder
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
-from agentrl.weights.folder import checksums, complete_folder, verify
+from agentrl.weights.folder import TensorChecksum, checksums, complete_folder, verify
 from agentrl.weights.publish import (
     free_name,
     kept_versions,
@@ -21,7 +21,6 @@ from agentrl.weights.publish import (
     with_bases,
 )
 from agentrl.weights.snapshot import PublishedModel, Written, model_parts, write_alone
-from agentrl.weights.tensor_checksums import TensorChecksum
 
 
 async def test_a_version_is_weights_config_tokenizer_and_manifest(tmp_path: Path, base: Path) -> None:

@@ -7,15 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from child_run import forked_small_run
 from db_command import violations
-from small_run import STEP, TRAINED, build
+from small_run import ABANDONED, READY, RUNNING, STEP, TRAINED, UNTOUCHED, build
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.run import PARENT, Relative, child_key
+from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.documents.task import record_key
 from agentrl.errors import ConfigError, StoreError
-from agentrl.lab.manage_runs import RunAdmin, rename_run
-from agentrl.lab.retention import Retention
+from agentrl.lab.deletion import Retention
+from agentrl.lab.manage_runs import Begun, Fork, RunAdmin, rename_run
 from agentrl.lab.transfer import Transfer
 from agentrl.store.client import Store, open_connection, open_existing, open_store
 from agentrl.store.mechanics.connection import DATA, RECORD, RUN, TASK
@@ -56,9 +58,7 @@ async def test_a_child_reads_what_its_ancestors_hold(store: Store, child: Store)
     record = record_key(TRAINED, 0, 1)
     assert await child.ancestry.holder(RECORD, record) == store.run_name
     data = await store.database[DATA].find_one({"trained_count": 1})
-    assert data is not None
     held = await child.holding(DATA, data["_id"])
-    assert held is not None
     assert held.run_name == store.run_name
     task = await store.database[TASK].find_one({"_id": TRAINED})
     assert task is not None
@@ -85,7 +85,6 @@ async def test_prune_keeps_the_groups_that_a_child_trains_again(store: Store, ch
     note = {"_id": child_key(child.run_name)}
     await store.database[RUN].update_one(note, {"$set": {"kind": "whatif", "steps": [1, 1]}})
     step = await store.database[STEPS].find_one({"_id": STEP})
-    assert step is not None
     after = (await Retention(store.connection).prune(last_step=1, dry_run=True)).trajectories
     assert 0 < len(step["data"]) <= before - after
     await child.connection.client.drop_database(child.run_name)
@@ -128,3 +127,26 @@ async def test_the_note_follows_a_child_that_is_renamed_exported_or_lost(
         (found,) = await violations(imported)
     assert "Run parent" in found
     assert child_key(config.run_name) in found
+
+
+async def test_a_child_has_the_tasks_that_its_parent_has_not_trained(store: Store, tmp_path: Path) -> None:
+    """They are as new, in order; trained ones are the parent's; every invariant holds in both runs."""
+    async with forked_small_run(store, tmp_path) as (child, begun):
+        assert begun == Begun(version=1, inherited=1, waiting=4)
+        assert (
+            await Fork(store.connection).checkpoint(tmp_path / "output", 1)
+        ).folder.name == "checkpoint-000001"
+        tasks = {task.id: task for task in await child.tasks.find("train")}
+        assert [*tasks] == [TRAINED, READY, ABANDONED, RUNNING, UNTOUCHED]
+        assert tasks[TRAINED].inherited
+        parents = {task.id: task for task in await store.tasks.find("train")}
+        assert tasks[TRAINED].slots == parents[TRAINED].slots
+        for key in (READY, ABANDONED, RUNNING, UNTOUCHED):
+            task, own = tasks[key], parents[key]
+            assert (task.status, task.order, task.query) == (TaskStatus.CREATED, own.order, own.query)
+            assert [(slot.status, slot.attempt) for slot in task.slots] == [(SlotStatus.OPEN, 0)] * 2
+            assert task.group is None
+        assert [(step.id, step.inherited) for step in await child.steps.find()] == [(STEP, True)]
+        assert await child.ancestry.holder("Record", f"{TRAINED}/1/1") == store.run_name
+        assert await violations(child) == []
+        assert await violations(store) == []

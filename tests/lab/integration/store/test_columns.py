@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import small_run as run
-from db_command import agentrl_db, violations
+from db_command import Db, violations
 from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig, RunConfig
@@ -67,7 +67,6 @@ async def test_a_group_is_trained_with_the_columns_that_it_waited_for(
     data = await store.training.fetch([item.id for item in await ready_data(store, "train")])
     assert await verifier(store)(data) == {}
     forest = forest_from_data(data)
-    assert forest.columns is not None
     np.testing.assert_array_equal(forest.columns.values["teacher"], np.tile(VALUES, 2))
     assert forest.columns.top["teacher"].ids.counts.tolist() == [1] * 8 + [0] * 8
     forged = DBRecordData(**{**_fields(data[0]), "columns": data[1].columns})
@@ -119,7 +118,7 @@ async def test_the_column_of_a_filler_that_died_is_filled_by_another_one(
 
 
 async def test_a_column_that_is_given_up_abandons_its_record_until_it_is_reopened(
-    store: Store, finalizer: GroupFinalizer, run_config: RunConfig, capsys: pytest.CaptureFixture[str]
+    store: Store, finalizer: GroupFinalizer, db: Db
 ) -> None:
     first, second = await claim(store, limit=2)
     await store.columns.fill(second, VALUES.tolist(), by="m")
@@ -132,15 +131,12 @@ async def test_a_column_that_is_given_up_abandons_its_record_until_it_is_reopene
         assert await store.columns.fail(again, why, max_attempts=2, backoff_seconds=0.0) is expected
     assert await finalizer.run_waiting() == 1
     record = await store.records.get(first.column.record)
-    assert record is not None
     assert record.status is RecordStatus.ABANDONED
     assert record.abandoned_because == f"its column teacher was given up: {why}"
     assert await violations(store) == []
 
-    assert await agentrl_db(run_config, "reopen", "--failure_kind", "column") == 0
-    assert "1 columns that were given up" in capsys.readouterr().out
+    assert "1 columns that were given up" in await db("reopen", "--failure_kind", "column")
     task = await store.tasks.get(TASK)
-    assert task is not None
     assert task.status is TaskStatus.WAITING
     (again,) = await claim(store)
     await store.columns.fill(again, VALUES.tolist(), by="m")

@@ -1,19 +1,15 @@
-"""Dynamic sampling on a real server: a group without spread frees its room at once; shaped ones check out."""
+"""Groups by their rewards on a real server: dropped without spread; shaped, and by turn, they check out."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import small_run as run
+from db_command import violations
 from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, task_key
-from agentrl.lab.check.checks import Checks
-from agentrl.lab.cli import db
-from agentrl.lab.cli.db import check_options
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
 
@@ -39,7 +35,6 @@ async def test_a_group_whose_rewards_are_equal_is_dropped_and_sampling_refills(s
     for order, scores in enumerate(((1.0, 1.0), (0.0, 0.0), (0.0, 1.0))):
         for value in scores:
             claimed = await take(store)
-            assert claimed is not None
             assert claimed.task.order == order
             await run.score(store, claimed, value)
         assert await finalizer.run_waiting() == 1
@@ -55,7 +50,6 @@ async def test_shaped_rewards_keep_the_scores_and_check_out(store: Store) -> Non
     config = GroupConfig(overlong_limit=8, overlong_buffer=4, overlong_penalty=0.5)
     for value in (1.0, 0.0, 1.0):
         claimed = await take(store)
-        assert claimed is not None
         if claimed.traj_id == 2:
             await store.model_calls.add(claimed, run.call(claimed, 0, 0, 2))
             await store.records.advance(claimed, RecordStatus.COMPLETED, final_answer="4")
@@ -67,10 +61,26 @@ async def test_shaped_rewards_keep_the_scores_and_check_out(store: Store) -> Non
     records = sorted(await store.records.by_task(key), key=lambda record: record.traj_id)
     assert [(r.score, r.generated_tokens) for r in records] == [(1.0, 8), (0.0, 8), (1.0, 4)]
     assert [r.advantage for r in records] == pytest.approx([0.25, -1.25, 1.0])
-    options = replace(check_options(db.parser().parse_args(["check", "--run_name", "x"])), settle_seconds=0.0)
-    report = await Checks(store.connection).run(options)
-    named = [str(item.problem) for item in report.violations if "advantage" in str(item.problem)]
-    assert named == []
+    assert not any("advantage" in found for found in await violations(store))
     await store.database["Record"].update_one({"_id": records[2].id}, {"$set": {"advantage": 0.5}})
-    report = await Checks(store.connection).run(options)
-    assert any("advantage that its group gives" in str(item.problem) for item in report.violations)
+    assert any("advantage that its group gives" in found for found in await violations(store))
+
+
+async def test_turn_rewards_reach_the_training_data_and_check_out(store: Store) -> None:
+    key = task_key("train", 0, "rewarded")
+    await run.add_task(store, key, 0, generations=2)
+    for score, rewards in ((1.0, [0.5]), (0.0, [0.25])):
+        claimed = await take(store)
+        assert claimed is not None
+        await store.model_calls.add(claimed, run.call(claimed, 0, 0, 2))
+        await store.records.advance(claimed, RecordStatus.COMPLETED, final_answer="4")
+        await store.records.advance(claimed, RecordStatus.SCORING)
+        await store.attempts.score(claimed, score, {"scorer": "own", "turn_rewards": rewards})
+    assert await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting() == 1
+    records = sorted(await store.records.by_task(key), key=lambda record: record.traj_id)
+    assert [(r.advantage, r.turn_advantages) for r in records] == [(1.0, (0.25,)), (-1.0, (-0.25,))]
+    data = {item["_id"]: item async for item in store.database["DBRecordData"].find({})}
+    assert [[span["advantage"] for span in data[r.id]["spans"]] for r in records] == [[1.25], [-1.25]]
+    assert not any("advantage" in found for found in await violations(store))
+    await store.database["Record"].update_one({"_id": records[1].id}, {"$set": {"turn_advantages": [7.0]}})
+    assert any("turn advantages that its group gives" in found for found in await violations(store))

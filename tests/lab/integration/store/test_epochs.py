@@ -10,13 +10,12 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pymongo.monitoring
 import pytest
-from test_store_check import OPTIONS, check
+from db_command import check
 from test_store_claims import make_tasks
 
 from agentrl.config.schema import RunConfig
@@ -136,7 +135,7 @@ async def names(store: Store, epoch: int) -> list[str]:
 
 
 async def problems(store: Store, *, is_final: bool = False) -> list[str]:
-    report = await check(store, replace(OPTIONS, is_final=is_final))
+    report = await check(store, is_final=is_final)
     return [str(violation.problem) for violation in report.violations if violation.invariant == 6]
 
 

@@ -15,7 +15,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents import document
 from agentrl.documents.images import Image
 from agentrl.documents.run import InferenceService
-from agentrl.lab.retention import Retention
+from agentrl.lab.deletion import Retention
 from agentrl.screens.snapshot import SnapshotReader
 from agentrl.store.client import Store, open_store
 

@@ -54,10 +54,7 @@ def allowed_by(run: RunConfig, *names: str, train_file: str | None = None, modul
 
 
 def test_a_sampler_imports_what_an_operator_loaded_and_its_own_flags_name(
-    run_config: RunConfig,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     for module in ("mine", "theirs"):
@@ -68,7 +65,6 @@ def test_a_sampler_imports_what_an_operator_loaded_and_its_own_flags_name(
     capsys.readouterr()
     asyncio.run(agentrl_db(run_config, "users", "--create"))
     uri = re.search(r"^agentrl_sampler +made +(\S+)$", capsys.readouterr().out, re.MULTILINE)
-    assert uri is not None
     sampler = dataclasses.replace(run_config, db_connection_string=uri[1])
     stolen = task_file(tmp_path, "b", "theirs:close")
     load(sampler, stolen, "--append")

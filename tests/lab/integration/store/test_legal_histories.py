@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
 
 import pytest
 import small_run as run
+from db_command import violations
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from legal_edges import watched
 from legal_history import History
 
 from agentrl.config.schema import GroupConfig
-from agentrl.lab.check.checks import Checks
-from agentrl.lab.cli import db
-from agentrl.lab.cli.db import check_options
 from agentrl.store import steps
 from agentrl.store.client import Store
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-OPTIONS = replace(
-    check_options(db.parser().parse_args(["check", "--run_name", "any"])),
-    settle_seconds=0.0,
-    clock_skew_seconds=0.0,
-)
 KEPT = ("Run", "Admission", "TrainerLease")
-
-
-async def violations(store: Store, history: History | None = None) -> list[str]:
-    options = replace(OPTIONS, checkpoint=history.checkpoint if history else None)
-    report = await Checks(store.connection).run(options)
-    return [f"{found.invariant}: {found.problem}" for found in report.violations]
 
 
 async def empty(store: Store) -> None:
@@ -69,7 +55,7 @@ async def test_every_legal_history_is_clean(
             await history.load()
             await history.go_on(operations)
         assert changes.illegal == []
-        assert await violations(store, history) == []
+        assert await violations(store, checkpoint=history.checkpoint, clock_skew_seconds=0.0) == []
 
 
 async def test_a_change_along_no_edge_is_named(store: Store) -> None:
@@ -85,6 +71,6 @@ async def test_an_evaluation_before_the_first_step_is_clean(store: Store, tmp_pa
     """Engines serve the model itself as version 0 before any trainer publishes it."""
     await run.add_task(store, "eval/0/one", 0, generations=1)
     await run.score(store, await run.claim(store, "eval"), 1.0)
-    assert await violations(store) == []
+    assert await violations(store, clock_skew_seconds=0.0) == []
     await run.publish(store, tmp_path, 0, step=0, train_step=None)
-    assert await violations(store) == []
+    assert await violations(store, clock_skew_seconds=0.0) == []

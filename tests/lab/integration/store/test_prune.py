@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import small_run as run
-from db_command import agentrl_db, violations
+from db_command import Db, agentrl_db, violations
 from ready_data import statuses
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import DataStatus
 from agentrl.errors import ConfigError, StoreError
-from agentrl.lab.retention import Pruned, Retention
+from agentrl.lab.deletion import Pruned, Retention
 from agentrl.store.client import Store
 from agentrl.store.mechanics import blobs
 from agentrl.store.steps import StaleVersions
@@ -65,7 +65,6 @@ async def test_everything_finished_goes_and_nothing_else(store: Store, tmp_path:
     counts = await statuses(store)
     assert (counts[DataStatus.READY], counts[DataStatus.TRAINED]) == (2, 0)
     record = await store.records.get(TRAINED)
-    assert record is not None
     assert (record.score, record.trained_count, record.last_trained_step) == (0.0, 1, 1)
     for name in ("GatewayCall", "GatewaySession"):
         assert await store.database[name].distinct("record") == [READY[0]]
@@ -148,18 +147,16 @@ async def test_files_go_with_their_documents(
 
 
 async def test_the_command_heeds_the_oldest_checkpoint(
-    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: Store, run_config: RunConfig, tmp_path: Path, db: Db
 ) -> None:
     await run.build(store, tmp_path / "weights")
     output = tmp_path / "output"
     words = ("prune", "--older_than_days", "0", "--output_dir", str(output))
-    assert await agentrl_db(run_config, *words, "--dry_run") == 0
-    assert "no checkpoint under" in (out := capsys.readouterr().out)
+    assert "no checkpoint under" in (out := await db(*words, "--dry_run"))
     assert "would be deleted: 3 model calls, 0 training documents" in out
     for step in (1, 2):
         run.write_checkpoint(output / f"checkpoint-{step:06d}", step, ())
-    assert await agentrl_db(run_config, *words) == 0
-    assert "deleted: 7 model calls, 2 training documents and 0 files" in capsys.readouterr().out
+    assert "deleted: 7 model calls, 2 training documents and 0 files" in await db(*words)
     with pytest.raises(ConfigError, match="nothing says what may go"):
         await agentrl_db(run_config, "prune")
     (output / "checkpoint-000001" / "state.json").write_text("{")

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small_run as run
+from db_command import violations
 from ready_data import statuses
-from rich.console import Console
+from snapshots import printed
 
 from agentrl.data.planner import packing_problem
 from agentrl.data.stream import DataStream, Freshness, StreamSettings
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.status import DataStatus
-from agentrl.lab.check.checks import Checks
-from agentrl.lab.cli import db
-from agentrl.lab.cli.db import check_options
+from agentrl.screens.run_screens import render_tables
 from agentrl.screens.snapshot import SnapshotReader
-from agentrl.screens.tables import render_tables
 from agentrl.screens.trajectory_page import render_rows
 from agentrl.screens.views.counts import Details
 from agentrl.screens.views.read import Views
@@ -32,7 +28,6 @@ from agentrl.store.mechanics import blobs
 pytestmark = pytest.mark.integration
 
 BAD, GOOD = f"{run.READY}/0/1", f"{run.READY}/1/1"
-OPTIONS = replace(check_options(db.parser().parse_args(["check", "--run_name", "any"])), settle_seconds=0.0)
 
 
 async def lose_file(store: Store) -> None:
@@ -65,12 +60,6 @@ def take_from(store: Store) -> DataStream:
     return DataStream(store, settings)
 
 
-def shown(page: Any) -> str:
-    console = Console(file=StringIO(), width=250)
-    console.print(page)
-    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
-
-
 @pytest.mark.parametrize("name", DAMAGES)
 async def test_one_bad_datum_is_set_aside_and_the_rest_of_its_group_is_trained(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -81,14 +70,11 @@ async def test_one_bad_datum_is_set_aside_and_the_rest_of_its_group_is_trained(
         monkeypatch.setattr(blobs, "_LIMIT", 8)
     await damage(store)
     batch = await take_from(store).take(2)
-    assert batch is not None
     assert [item.id for item in batch.data] == [GOOD]
     assert (await statuses(store))[DataStatus.QUARANTINED] == 1
-    report = await Checks(store.connection).run(OPTIONS)
-    assert [str(violation.problem) for violation in report.violations] == []
+    assert await violations(store) == []
     reader = SnapshotReader(store)
-    assert why in shown(render_tables(await reader.read(), await Details(store.connection).read()))
-    assert "quarantined: " in shown(render_rows(await Views(store.connection).trajectories(limit=20)))
+    assert why in printed(render_tables(await reader.read(), await Details(store.connection).read()), 250)
+    assert "quarantined: " in printed(render_rows(await Views(store.connection).trajectories(limit=20)), 250)
     trajectory = await store.database["audit_trajectories"].find_one({"_id": BAD})
-    assert trajectory is not None
     assert why in trajectory["quarantined_because"]

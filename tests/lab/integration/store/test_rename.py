@@ -28,7 +28,7 @@ pytestmark = pytest.mark.integration
 
 _KILLED = """
 import asyncio, os, signal, sys
-from agentrl.screens.cli.runs import main
+from agentrl.screens.cli import runs
 from agentrl.lab import manage_runs
 
 place, words = sys.argv[1], sys.argv[2:]
@@ -48,7 +48,7 @@ def after_moving(*arguments):
     kill()
 
 setattr(owner, name, after_moving if place == "move" else after)
-raise SystemExit(main(words))
+raise SystemExit(runs(words))
 """
 
 
@@ -102,7 +102,6 @@ async def renamed_whole(old: RunConfig, new: RunConfig, output: Path, before: di
         flags = (await store.settings.resolved())["train"].values
         assert flags == {"output_dir": str(folder), "run_name": new.run_name}
         version = await store.database["PolicyVersion"].find_one({"_id": 1})
-        assert version is not None
         assert version["location"] == str(folder / "weights" / "v000001")
         schema = await store.database["Run"].find_one({"_id": "schema"})
         assert schema is not None

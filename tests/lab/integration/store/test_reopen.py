@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import small_run as run
-from db_command import agentrl_db, violations
+from db_command import Db, violations
 from ready_data import ready_data, statuses
 
-from agentrl.config.schema import GroupConfig, RunConfig
+from agentrl.config.schema import GroupConfig
 from agentrl.documents.record import Failure
 from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Task, task_key
@@ -46,15 +46,17 @@ async def task_of(store: Store, key: str = GROUP) -> Task:
 
 
 async def test_only_slots_of_that_failure_open_with_all_their_attempts(
-    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: Store, tmp_path: Path, db: Db
 ) -> None:
     await run.publish(store, tmp_path, 0, step=0, train_step=None)
     await group_of(store, "tool", "engine")
-    assert await agentrl_db(run_config, "reopen", "--failure-kind", "tool", "--dry_run") == 0
-    assert "would be reopened: 1 slots of 1 groups, 0 of" in capsys.readouterr().out
+    assert "would be reopened: 1 slots of 1 groups, 0 of" in await db(
+        "reopen", "--failure-kind", "tool", "--dry_run"
+    )
     assert (await task_of(store)).status is TaskStatus.WAITING
-    assert await agentrl_db(run_config, "reopen", "--failure_kind", "tool") == 0
-    assert "reopened: 1 slots of 1 groups, 0 of which had been finalized" in capsys.readouterr().out
+    assert "reopened: 1 slots of 1 groups, 0 of which had been finalized" in await db(
+        "reopen", "--failure_kind", "tool"
+    )
     task = await task_of(store)
     assert [slot.status for slot in task.slots[:2]] == [SlotStatus.OPEN, SlotStatus.FAILED]
     assert (task.status, task.slots[0].attempt, task.slots[0].released) == (TaskStatus.RUNNING, 1, 1)
@@ -70,13 +72,12 @@ async def test_only_slots_of_that_failure_open_with_all_their_attempts(
 
 
 async def test_a_finalized_untrained_group_is_undecided_and_decided_anew(
-    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: Store, tmp_path: Path, db: Db
 ) -> None:
     await run.publish(store, tmp_path, 0, step=0, train_step=None)
     await group_of(store, "tool", scores=(0.0, 1.0, 1.0))
     assert await finalize(store) == 1
-    assert await agentrl_db(run_config, "reopen", "--failure_kind", "tool", "--split", "train") == 0
-    out = capsys.readouterr().out
+    out = await db("reopen", "--failure_kind", "tool", "--split", "train")
     assert "1 slots of 1 groups, 1 of which had been finalized" in out
     assert "3 training documents of these groups are deleted" in out
     task = await task_of(store)
@@ -107,14 +108,10 @@ async def test_a_trained_group_and_a_planned_one_stay(store: Store, tmp_path: Pa
     assert await violations(store) == []
 
 
-async def test_a_group_whose_calls_were_pruned_stays(
-    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_group_whose_calls_were_pruned_stays(store: Store, tmp_path: Path, db: Db) -> None:
     await run.publish(store, tmp_path, 0, step=0, train_step=None)
     await group_of(store, "tool", scores=(1.0, 1.0))
     assert await finalize(store) == 1
-    assert await agentrl_db(run_config, "prune", "--older_than_days", "0") == 0
-    assert await agentrl_db(run_config, "reopen") == 0
-    assert "left as they are: 1 groups (pruned)" in capsys.readouterr().out
-    assert await agentrl_db(run_config, "reopen", "--failure_kind", "scorer") == 0
-    assert "reopened: 0 slots" in capsys.readouterr().out
+    await db("prune", "--older_than_days", "0")
+    assert "left as they are: 1 groups (pruned)" in await db("reopen")
+    assert "reopened: 0 slots" in await db("reopen", "--failure_kind", "scorer")

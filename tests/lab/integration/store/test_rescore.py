@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import small_run as run
-from db_command import agentrl_db, violations
+from db_command import Db, agentrl_db, violations
 from ready_data import ready_data, statuses
 
 from agentrl.config.schema import GroupConfig, RunConfig
@@ -63,8 +63,6 @@ async def apply(store: Store, **scores: float) -> Rescored:
 async def test_an_untrained_group_is_decided_again(store: Store, tmp_path: Path) -> None:
     await run.build(store, tmp_path / "weights")
     task = await store.tasks.get(run.READY)
-    assert task is not None
-    assert task.group is not None
     before = {item.id: item.advantage for item in await store.training.fetch([FIRST, SECOND])}
     assert await apply(store, t0=1.0, t1=0.5) == Rescored(changed=2, decided_again=True)
     first = await record(store, FIRST)
@@ -75,8 +73,6 @@ async def test_an_untrained_group_is_decided_again(store: Store, tmp_path: Path)
     assert before == {FIRST: -1.0, SECOND: 1.0}
     assert after == {FIRST: 0.5, SECOND: -0.5}
     again = await store.tasks.get(run.READY)
-    assert again is not None
-    assert again.group is not None
     assert [slot.score for slot in again.slots] == [1.0, 0.5]
     assert again.group["mean_score"] == 0.75
     assert again.group["finalized_at"] == task.group["finalized_at"]
@@ -110,18 +106,18 @@ async def test_a_score_before_its_group_is_finalized_counts_in_it(store: Store, 
 
 
 async def test_a_trained_group_keeps_its_scores(
-    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str], db: Db
 ) -> None:
     await run.build(store, tmp_path / "weights")
     trained = f"{run.TRAINED}/1/1"
     before = await record(store, trained)
-    assert await agentrl_db(run_config, "rescore", "--scorer", BROKEN, "--task", run.TRAINED) == 1
-    assert "broken raised RuntimeError: no judge" in capsys.readouterr().out
+    assert "broken raised RuntimeError: no judge" in await db(
+        "rescore", "--scorer", BROKEN, "--task", run.TRAINED, code=1
+    )
     for _ in range(2):
-        assert await agentrl_db(run_config, "rescore", "--scorer", ONE, "--task", run.TRAINED) == 0
+        await db("rescore", "--scorer", ONE, "--task", run.TRAINED)
     after = await record(store, trained)
     assert (after.score, after.score_details) == (before.score, before.score_details)
-    assert after.rescored is not None
     assert (after.rescored["score"], after.rescored["details"]) == (1.0, {"scorer": ONE})
     out = capsys.readouterr().out
     assert "train: 1 groups keep their scores (trained)" in out
@@ -158,7 +154,7 @@ def second_alone(group: ScoredGroup) -> list[str]:
 
 
 async def test_a_group_filter_is_asked_again_where_it_may_be_imported(
-    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: Store, tmp_path: Path, db: Db
 ) -> None:
     await run.publish(store, tmp_path, 0, step=0, train_step=None)
     await run.add_task(store, run.READY, 0)
@@ -170,10 +166,9 @@ async def test_a_group_filter_is_asked_again_where_it_may_be_imported(
     assert await GroupFinalizer(store, rules, split="train", seed=0).run_waiting() == 1
     assert [item.id for item in await ready_data(store, "train")] == [SECOND]
     words = ("rescore", "--scorer", ONE, "--record", FIRST)
-    assert await agentrl_db(run_config, *words) == 1
-    assert "may not import" in capsys.readouterr().out
+    assert "may not import" in await db(*words, code=1)
     assert (await record(store, FIRST)).score == 0.0
-    assert await agentrl_db(run_config, *words, "--allowed_modules", __name__) == 0
+    await db(*words, "--allowed_modules", __name__)
     assert {item.id for item in await ready_data(store, "train")} == {FIRST, SECOND}
     assert await violations(store) == []
 
@@ -223,5 +218,4 @@ async def test_a_group_without_its_rules_or_calls_keeps_its_scores(store: Store,
     await store.database["Record"].update_one({"_id": SECOND}, {"$currentDate": {"pruned_at": True}})
     assert (await apply(store, t0=1.0)).kept_because is Blocker.PRUNED
     task = await store.tasks.get(run.READY)
-    assert task is not None
     assert task.status is TaskStatus.COMPLETED

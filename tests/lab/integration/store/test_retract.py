@@ -18,13 +18,13 @@ from agentrl.documents.run import PARENT, Kinship, Relative
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, LeaseHeldError, LeaseLostError, StoreError
+from agentrl.lab import cli as retract_command
+from agentrl.lab import deletion
 from agentrl.lab import retract as of_trainer
-from agentrl.lab import withdraw
-from agentrl.lab.cli import retract as retract_command
-from agentrl.lab.dataset import FILE
+from agentrl.lab.deletion import Retractions
 from agentrl.lab.regroup import decide_anew
 from agentrl.lab.retract import delete_withdrawn, remove_lines
-from agentrl.lab.withdraw import Retractions
+from agentrl.lab.transfer import FILE
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store, open_store
 from agentrl.train.lease import hold_lease
@@ -39,8 +39,8 @@ TRAINED = f"{run.TRAINED}/1/1"
 async def agentrl_retract(config: RunConfig, *words: str) -> int:
     """Run ``agentrl retract`` inside a running event loop."""
     where = (config.run_name, "--db_connection_string", str(config.db_connection_string), "--yes")
-    arguments = retract_command.parser().parse_args([*where, *words])
-    return await retract_command.retract(arguments)
+    arguments = retract_command.retract_parser().parse_args([*where, *words])
+    return await retract_command.withdraw_from_run(arguments)
 
 
 async def mentions(store: Store, text: str) -> dict[str, int]:
@@ -85,7 +85,6 @@ async def test_an_untrained_group_is_decided_again_without_it(
     assert [slot["traj_id"] for slot in task["slots"]] == [1]
     assert (task["retracted"], task["group"]["scored"], task["group"]["outcome"]) == (1, 1, "abandoned")
     left = await store.records.get(SECOND)
-    assert left is not None
     assert (left.status, left.abandoned_because) == (
         RecordStatus.ABANDONED,
         "no spread in the group's scores",
@@ -110,7 +109,6 @@ async def test_a_trained_group_keeps_the_rest_as_trained(
     group = (await stored_task(store, run.TRAINED))["group"]
     assert (group["scored"], group["trained"], group["kept_as_trained"]) == (1, 1, True)
     other = await store.records.get(f"{run.TRAINED}/0/2")
-    assert other is not None
     assert (other.status, other.advantage, other.trained_count) == (RecordStatus.READY, -1.0, 1)
     assert await violations(store) == []
 
@@ -142,7 +140,7 @@ async def test_rebuild_goes_back_and_decides_trained_groups_again(
             changed.add(key)
         return outcome
 
-    monkeypatch.setattr(withdraw, "decide_anew", decide_late)
+    monkeypatch.setattr(deletion, "decide_anew", decide_late)
     assert await agentrl_retract(run_config, "--output_dir", str(tmp_path)) == 0
     assert changed == {run.TRAINED}
     assert "the run is back at step 0" in capsys.readouterr().out
@@ -150,7 +148,6 @@ async def test_rebuild_goes_back_and_decides_trained_groups_again(
     assert [step.status for step in await store.steps.find(status=None)] == ["reverted"]
     assert "kept_as_trained" not in (await stored_task(store, run.TRAINED))["group"]
     other = await store.records.get(f"{run.TRAINED}/0/2")
-    assert other is not None
     assert (other.status, other.trained_count) == (RecordStatus.ABANDONED, 0)
     assert await agentrl_retract(run_config, "--rebuild") == 0
     assert "the run is back" not in capsys.readouterr().out

@@ -81,7 +81,6 @@ async def test_an_export_of_another_version_is_refused_before_anything_is_writte
 async def test_a_new_run_has_this_version_however_many_make_it(run_config: RunConfig) -> None:
     stores = await asyncio.gather(*(open_store(run_config) for _ in range(8)))
     schema = await stores[0].database["Run"].find_one({"_id": "schema"})
-    assert schema is not None
     assert schema["version"] == SCHEMA_VERSION
     await stores[0].database.client.drop_database(run_config.run_name)
     for store in stores:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pymongo.monitoring
 import pytest
 import small_run as run
+from db_command import violations
 from ready_data import ready_data, statuses
 from training_data import group
 
@@ -22,9 +22,6 @@ from agentrl.documents.status import DataStatus, RecordStatus, StepStatus
 from agentrl.documents.task import task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError
-from agentrl.lab.check.checks import Checks
-from agentrl.lab.cli import db
-from agentrl.lab.cli.db import check_options
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store import steps
 from agentrl.store.client import Store, open_store
@@ -33,10 +30,6 @@ from agentrl.store.steps import StaleVersions
 
 pytestmark = pytest.mark.integration
 
-OPTIONS = replace(
-    check_options(db.parser().parse_args(["check", "--run_name", "any", "--max_trained_count", "2"])),
-    settle_seconds=0.0,
-)
 GROUPS = tuple(task_key("train", 0, name) for name in "abcde")
 MANY = 2_000
 """Data of a step, many times those of a part."""
@@ -117,8 +110,7 @@ async def data(store: Store, tmp_path: Path) -> list[str]:
 
 
 async def require_no_violation(store: Store) -> None:
-    report = await Checks(store.connection).run(OPTIONS)
-    assert [str(violation.problem) for violation in report.violations] == []
+    assert await violations(store, max_trained_count=2) == []
 
 
 async def begin_anew(store: Store) -> int:
@@ -206,7 +198,6 @@ async def test_a_commit_that_is_repeated_goes_on_where_it_was(
 
     assert not await kill.run(2, commit)
     last = await store.steps.last()
-    assert last is not None
     assert (last.status, last.metrics) == (StepStatus.COMMITTING, {"loss": 0.5})
     assert [member.id for member in await store.training.ready_members("train", step=2)] == data[:1]
     await commit()

@@ -58,7 +58,6 @@ async def thief(
     await store.settings.begin("tasks", {"num_generations": 2}, "train")
     assert await agentrl_db(run_config, "users", "--create") == 0
     found = re.search(r"^agentrl_sampler +made +(\S+)$", capsys.readouterr().out, re.MULTILINE)
-    assert found is not None
     async with await open_existing(dataclasses.replace(run_config, db_connection_string=found[1])) as opened:
         yield opened
     for role in ("sampler", "trainer", "engine", "auditor", "annotator"):
@@ -178,7 +177,6 @@ async def _name_a_path(thief: Store, store: Store) -> None:
         {}, {"$set": {"scorer": "antigravity:fly", "agent_name": "sys:exit"}}
     )
     task = await store.tasks.get(run.READY)
-    assert task is not None
     paths = await store.imports.paths()
 
     def score() -> None:
@@ -247,7 +245,6 @@ async def _invent_a_trajectory(thief: Store, store: Store) -> None:
     claim = await run.claim(thief)
     await run.score(thief, claim, 1.0)
     record = await store.records.get(claim.record_id)
-    assert record is not None
     assert record.score == 1.0
 
 

@@ -6,14 +6,13 @@ import asyncio
 import hashlib
 import shutil
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small_run as run
-from db_command import agentrl_db
+from db_command import Db, check, violations
 
 from agentrl.cli.main import main
 from agentrl.config.schema import RunConfig
@@ -21,10 +20,7 @@ from agentrl.data.finalize_group import verifier
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, read_checkpoints
 from agentrl.errors import ConfigError
-from agentrl.lab.check.checks import Checks
-from agentrl.lab.check.reading import CheckOptions, Invariant, Report
-from agentrl.lab.cli import db
-from agentrl.lab.cli.db import check_options
+from agentrl.lab.check.reading import Invariant
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -37,12 +33,6 @@ CALL = f"{OTHER}/1"
 CLAIMED = f"{run.RUNNING}/0/1"
 LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 LATER = datetime.now(UTC) + timedelta(days=1)
-ARGUMENTS = db.parser().parse_args(["check", "--run_name", "any"])
-OPTIONS = replace(check_options(ARGUMENTS), settle_seconds=0.0)
-
-
-async def check(store: Store, options: CheckOptions = OPTIONS) -> Report:
-    return await Checks(store.connection).run(options)
 
 
 class Damage:
@@ -113,7 +103,7 @@ async def test_the_command_tells_each_invariant_and_ends_with_the_count(
 
 
 async def test_at_the_end_nothing_may_be_unfinished(store: Store, weights: Path, tmp_path: Path) -> None:
-    report = await check(store, replace(OPTIONS, is_final=True))
+    report = await check(store, is_final=True)
     found = {violation.problem.document for violation in report.violations}
     assert found == {f"Task {key} slot {number}" for key in (run.RUNNING, run.UNTOUCHED) for number in (0, 1)}
 
@@ -121,8 +111,7 @@ async def test_at_the_end_nothing_may_be_unfinished(store: Store, weights: Path,
 async def test_a_run_at_its_end_has_no_violation(store: Store, tmp_path: Path) -> None:
     await run.build(store, tmp_path / "weights", unfinished=False)
     checkpoint = run.write_checkpoint(tmp_path / "checkpoint-000001", 1, (run.STEP,))
-    options = replace(OPTIONS, is_final=True, checkpoint=checkpoint)
-    assert (await check(store, options)).violations == ()
+    assert await violations(store, is_final=True, checkpoint=checkpoint) == []
 
 
 async def test_the_last_checkpoint_is_read(tmp_path: Path) -> None:
@@ -142,7 +131,7 @@ async def test_what_is_right_the_second_time_is_no_violation(store: Store, weigh
         seen.append(data.id)
         return "not yet" if seen.count(data.id) == 1 else None
 
-    assert (await check(store, replace(OPTIONS, compare_tokens=wrong_once))).violations == ()
+    assert await violations(store, compare_tokens=wrong_once) == []
     assert sorted(seen) == sorted(2 * [OTHER, SCORED, READY, f"{run.READY}/1/1"])
 
 
@@ -150,7 +139,7 @@ async def test_an_admitted_group_that_nobody_has_claimed_is_legal(store: Store, 
     await Damage(store, weights).set(
         "Task", run.UNTOUCHED, status="running", admission={"rank": 2, "after_step": 1}
     )
-    assert [str(item.problem) for item in (await check(store)).violations] == []
+    assert await violations(store) == []
 
 
 async def test_an_expired_lease_waits_where_no_sampler_lives(store: Store, weights: Path) -> None:
@@ -382,9 +371,7 @@ async def test_a_harmed_weight_file_is_found(store: Store, weights: Path, harm: 
     (violation,) = (await check(store)).violations
     assert violation.invariant is Invariant.VERSIONS
     assert violation.problem.document == "PolicyVersion 1"
-    assert (await check(store, replace(OPTIONS, verify_files=None))).violations == (
-        (violation,) if harm == "folder" else ()
-    )
+    assert (await check(store, verify_files=None)).violations == ((violation,) if harm == "folder" else ())
 
 
 async def test_only_a_pruned_folder_may_be_missing(store: Store, weights: Path) -> None:
@@ -393,7 +380,7 @@ async def test_only_a_pruned_folder_may_be_missing(store: Store, weights: Path) 
     (violation,) = (await check(store)).violations
     assert "its folder, which is not pruned" in str(violation.problem)
     await store.policy_versions.mark_pruned([0])
-    assert (await check(store)).violations == ()
+    assert await violations(store) == []
 
 
 async def test_a_dead_owner_s_lease_is_found_while_others_live(store: Store, weights: Path) -> None:
@@ -412,8 +399,7 @@ async def test_steps_beside_the_lineage_are_found(
 ) -> None:
     await run.build(store, tmp_path / "weights", unfinished=False)
     checkpoint = run.write_checkpoint(tmp_path / "checkpoint-000001", 1, contained)
-    options = replace(OPTIONS, checkpoint=checkpoint, is_final=is_final)
-    (violation,) = (await check(store, options)).violations
+    (violation,) = (await check(store, checkpoint=checkpoint, is_final=is_final)).violations
     assert violation.invariant is Invariant.TRAINING
     assert "of checkpoint-000001" in str(violation.problem)
 
@@ -447,14 +433,13 @@ async def test_data_that_were_set_back_are_not_trained_again(store: Store, weigh
     assert "trained_count: 0, of its Record 1" in (await verifier(store)(forged))[run.TRAINED]
 
 
-async def test_the_limit_is_that_of_the_run_s_trainer(
-    store: Store, weights: Path, run_config: RunConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_the_limit_is_that_of_the_run_s_trainer(store: Store, weights: Path, db: Db) -> None:
     await Damage(store, weights).set("DBRecordData", SCORED, status="ready")
     await store.settings.join("train", {"max_trained_count": 2}, given=(), packages={})
-    assert await agentrl_db(run_config, "check", "--settle_seconds", "0") == 0
-    assert await agentrl_db(run_config, "check", "--settle_seconds", "0", "--max_trained_count", "1") == 1
-    assert "since it was trained 1 times (max_trained_count)" in capsys.readouterr().out
+    await db("check", "--settle_seconds", "0")
+    assert "since it was trained 1 times (max_trained_count)" in await db(
+        "check", "--settle_seconds", "0", "--max_trained_count", "1", code=1
+    )
 
 
 async def test_what_retention_has_pruned_is_no_violation(store: Store, weights: Path) -> None:
@@ -463,4 +448,4 @@ async def test_what_retention_has_pruned_is_no_violation(store: Store, weights: 
         await store.database["DispatchedSamplingTask"].delete_many({"record": key})
         await damage.delete("DBRecordData", key)
         await damage.set("Record", key, pruned_at=moment)
-    assert [str(item.problem) for item in (await check(store)).violations] == []
+    assert await violations(store) == []

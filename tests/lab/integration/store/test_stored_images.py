@@ -19,7 +19,7 @@ from agentrl.config.schema import SamplingConfig
 from agentrl.documents.images import MAX_IMAGE_BYTES, content_with, image_of_bytes, image_refs, picture_of
 from agentrl.documents.task_file import read_tasks
 from agentrl.errors import ConfigError, ImageError, TaskFileError
-from agentrl.lab.retention import Retention
+from agentrl.lab.deletion import Retention
 from agentrl.rollout.load_tasks import store_tasks
 from agentrl.rollout.preflight import probe
 from agentrl.store.client import Store

@@ -1,4 +1,4 @@
-"""``--task_selection pass_rate`` on a real server: copies begun early, once each, trained in their order."""
+"""``--task_selection`` on a real server: by pass rate copies begin early, once; by curriculum, in levels."""
 
 from __future__ import annotations
 
@@ -6,29 +6,25 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import replace
 
 import pytest
 import small_run as run
+from db_command import violations
 
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.finalize_group import GroupRules
 from agentrl.documents.status import RecordStatus, TaskStatus
-from agentrl.documents.task import Claim, task_key
-from agentrl.lab.check.checks import Checks
-from agentrl.lab.cli import db
-from agentrl.lab.cli.db import check_options
+from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.lab.regroup import NewScore, Reopening, Rescoring
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.screens.views.counts import Details, GroupCount
 from agentrl.store.claims import GroupAdmission, Needs
 from agentrl.store.client import Store, open_store
-from agentrl.store.epochs import PASS_RATE, Selection
+from agentrl.store.epochs import MASTERED_GROUPS, PASS_RATE, Selection
 
 pytestmark = pytest.mark.integration
 
 EPOCHS = Selection(3)
-OPTIONS = replace(check_options(db.parser().parse_args(["check", "--run_name", "x"])), settle_seconds=0.0)
 
 
 async def load(store: Store, count: int) -> None:
@@ -52,17 +48,10 @@ async def admit_one_by_one(store: Store, scores: Mapping[str, tuple[float, float
     for _ in range(groups):
         for place in range(2):
             claimed = await take(store, 1 + await store.groups.count_open("train") - bool(place))
-            assert claimed is not None
             await run.score(store, claimed, scores.get(claimed.task.task_id, (1.0, 1.0))[place])
             await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting()
-        assert claimed.task.begun is not None
         begun.append(f"{claimed.task.epoch}/{claimed.task.task_id} {claimed.task.begun.by}")
     return begun
-
-
-async def violations(store: Store, *, is_final: bool = False) -> list[str]:
-    report = await Checks(store.connection).run(replace(OPTIONS, is_final=is_final))
-    return [f"{found.invariant}: {found.problem}" for found in report.violations]
 
 
 async def test_a_task_with_spread_is_begun_again_before_the_next_unknown_one(store: Store) -> None:
@@ -71,10 +60,8 @@ async def test_a_task_with_spread_is_begun_again_before_the_next_unknown_one(sto
     first = ["0/0 order", "0/1 order", "0/2 order", "0/3 order"]
     assert begun == [*first, "1/1 pass_rate", "2/1 pass_rate", "0/4 order", "0/5 order"]
     copy = await store.tasks.get("train/1/1")
-    assert copy is not None
     assert (copy.query, len(copy.slots), copy.status) == ("What is 2 + 2?", 2, TaskStatus.COMPLETED)
     assert copy.ease is None, "its own copy was begun: it is not a candidate"
-    assert copy.begun is not None
     assert copy.begun.ease < 0
     places = await store.tasks.sort_keys(["train/0/4", "train/1/1", "train/0/0"])
     assert sorted(places, key=places.__getitem__) == ["train/0/0", "train/1/1", "train/0/4"]
@@ -136,10 +123,8 @@ async def test_a_task_whose_copy_was_begun_by_order_is_no_candidate(store: Store
             await run.score(store, claimed, value)
     await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting()
     claimed = await take(store, 5)
-    assert claimed is not None
     assert (claimed.task.id, claimed.task.begun and claimed.task.begun.by) == ("train/2/0", PASS_RATE)
     first = await store.tasks.get("train/0/0")
-    assert first is not None
     assert first.ease is None, "its copy was begun before it was finalized: unmarked once it is met"
     assert await take(store, 5) is not None
     assert await take(store, 5) is None
@@ -156,13 +141,10 @@ async def test_a_group_that_is_opened_again_is_not_selected_until_it_is_finished
     await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting()
     await Reopening(store.connection).reopen()
     again = await store.tasks.get("train/0/0")
-    assert again is not None
     assert (again.status, again.ease is None) == (TaskStatus.RUNNING, False)
     claimed = await take(store, 100)
-    assert claimed is not None
     assert claimed.task.id == "train/0/0"
     following = await take(store, 100)
-    assert following is not None
     assert following.task.id == "train/0/1"
     assert await violations(store) == []
 
@@ -177,8 +159,6 @@ async def test_a_new_score_changes_what_is_known_of_the_task(store: Store) -> No
         await Rescoring(store.connection).apply("train/0/0", scores, lambda _: rules.decide)
     ).decided_again
     after = await store.tasks.get("train/0/0")
-    assert before is not None
-    assert after is not None
     assert (before.ease or 0) > 0 > (after.ease or 0)
 
 
@@ -194,7 +174,6 @@ async def test_by_order_nothing_is_selected_numbered_or_asked(
         await run.score(store, claimed, value)
     await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting()
     task = await store.tasks.get("train/0/0")
-    assert task is not None
     assert (task.begun, task.ease) == (None, None)
     assert (await store.tasks.sort_keys(["train/0/0"])) == {"train/0/0": (0, 0, 0)}
 
@@ -213,6 +192,55 @@ async def test_tasks_that_need_what_is_down_are_neither_begun_nor_begun_again(st
                 split="train", owner="s", lease_seconds=60.0, max_groups_open=limit, selection=EPOCHS,
                 without=without,
             )  # fmt: skip
-            assert claimed is not None
         begun.append(claimed.task.id)
     assert begun == ["train/0/5", "train/0/6", "train/1/1"]
+
+
+BY_LEVEL = Selection(1, by_level=True)
+
+
+async def load_levels(store: Store, levels: list[int | None]) -> None:
+    slots = (Slot(traj_id=0), Slot(traj_id=1))
+    tasks = [
+        Task(
+            id=task_key("train", 0, f"{order}"), task_id=f"{order}", split="train", epoch=0, order=order,
+            query="?", meta={} if level is None else {"level": level}, slots=slots,
+        )
+        for order, level in enumerate(levels)
+    ]  # fmt: skip
+    await store.tasks.load(tasks)
+
+
+async def levels_of(store: Store, groups: int, *scores: float) -> list[int | None]:
+    """Sample groups one after the other; return the level of each."""
+    levels = []
+    for _ in range(groups):
+        for place in range(2):
+            limit = 1 + await store.groups.count_open("train") - bool(place)
+            claimed = await take(store, limit, BY_LEVEL)
+            await run.score(store, claimed, scores[place])
+            await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting()
+        levels.append(claimed.task.meta.get("level"))
+    return levels
+
+
+async def test_the_next_level_begins_when_recent_groups_pass(store: Store) -> None:
+    easy = MASTERED_GROUPS + 2
+    await load_levels(store, [1] * 3 + [0] * easy + [2] * 2)
+    assert await levels_of(store, MASTERED_GROUPS, 1.0, 1.0) == [0] * MASTERED_GROUPS
+    assert await levels_of(store, 3, 0.0, 1.0) == [1, 1, 1]
+    # Level 1 has no task left: the next one that has any and is not mastered is 2.
+    assert await levels_of(store, 2, 1.0, 1.0) == [2, 2]
+    assert await levels_of(store, 2, 1.0, 1.0) == [0, 0]
+    assert await take(store, 100, BY_LEVEL) is None
+    assert await violations(store, is_final=True) == []
+
+
+async def test_a_level_that_is_not_mastered_is_kept_while_it_has_tasks(store: Store) -> None:
+    await load_levels(store, [1, *[0] * (MASTERED_GROUPS + 1)])
+    assert await levels_of(store, MASTERED_GROUPS + 2, 0.0, 1.0) == [*[0] * (MASTERED_GROUPS + 1), 1]
+
+
+async def test_tasks_without_levels_are_sampled_in_order_after_those_with_one(store: Store) -> None:
+    await load_levels(store, [None, 3, None])
+    assert await levels_of(store, 3, 1.0, 1.0) == [3, None, None]

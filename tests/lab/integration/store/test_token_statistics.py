@@ -13,7 +13,7 @@ from db_command import violations
 from agentrl.config.schema import RunConfig
 from agentrl.documents.model_call import pack_halves
 from agentrl.documents.training import DBRecordData, TokenSpan, TokenStatistics, statistics_key
-from agentrl.lab.retention import Retention
+from agentrl.lab.deletion import Retention
 from agentrl.lab.transfer import Transfer
 from agentrl.screens.views.read import TokenReads
 from agentrl.store.client import Store, open_connection
@@ -47,7 +47,6 @@ async def test_values_are_read_at_their_tokens_for_the_steps_that_count(store: S
     await store.training.put_token_statistics([undone])
     reads = TokenReads(store.connection)
     read = await reads.trajectory(TRAINED)
-    assert read is not None
     first, second = read.calls
     assert list(first.values) == [1]
     assert first.values[1].log_ratios.tolist() == [0.0, 0.25, 0.5, 0.75]
@@ -55,11 +54,9 @@ async def test_values_are_read_at_their_tokens_for_the_steps_that_count(store: S
 
     await store.training.put_token_statistics([statistics(await data_of(store), spans=1)])
     read = await reads.trajectory(TRAINED)
-    assert read is not None
     assert read.calls[0].values[1].log_ratios.tolist() == [0.0, 0.25, 0.5, 0.75]
     assert np.isnan(read.calls[1].values[1].entropies).all()
     other = await reads.trajectory(f"{run.READY}/1/1")
-    assert other is not None
     assert [call.values for call in other.calls] == [{}, {}]
 
 
@@ -72,14 +69,12 @@ async def test_a_reverted_step_shows_no_values_and_a_check_finds_values_that_do_
     assert "8 tokens have [6, 16] packed bytes" in str(await violations(store))
     reads = TokenReads(store.connection)
     read = await reads.trajectory(TRAINED)
-    assert read is not None
     assert read.calls[0].values == {}
     await store.training.put_token_statistics([item])
     assert await store.steps.revert_after(0) == 1
     await store.policy_versions.withdraw_after(0)
     assert await violations(store) == []
     read = await reads.trajectory(TRAINED)
-    assert read is not None
     assert read.calls[0].values == {}
 
 

@@ -10,25 +10,18 @@ from pathlib import Path
 import httpx2
 import pytest
 import small_run as run
+from dashboard_client import OWN, opened
 
 from agentrl.config.schema import RunConfig
 from agentrl.lab.manage_runs import RunAdmin
-from agentrl.screens.dashboard.serve import DashboardOptions, create_app
 from agentrl.store.client import Store, open_existing, run_exists
 
 pytestmark = pytest.mark.integration
 
-OWN = {"Origin": "http://127.0.0.1"}
-
 
 @pytest.fixture
 async def client(run_config: RunConfig) -> AsyncIterator[httpx2.AsyncClient]:
-    app = create_app(DashboardOptions(run=run_config))
-    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
-    ):
+    async with opened(run_config) as (_, client):
         yield client
 
 
@@ -36,7 +29,6 @@ async def _token(client: httpx2.AsyncClient, page: str) -> str:
     answer = await client.get(page)
     found = re.search(r'name="csrf" value="(\w+)"', answer.text)
     assert answer.status_code == 200
-    assert found is not None
     return found[1]
 
 

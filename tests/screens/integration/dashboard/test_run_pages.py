@@ -1,4 +1,4 @@
-"""The dashboard's pages about runs, on a small run, through ASGI; and the command as a process."""
+"""The dashboard's pages about runs and their children, on a small run; the command as a process."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import httpx2
 import pytest
 import small_run as run
-from starlette.applications import Starlette
+from child_run import forked_small_run
+from dashboard_client import opened
+from snapshots import printed
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.run import Evaluation, PolicyVersion
 from agentrl.documents.status import EvaluationStatus, TrainerEnd
 from agentrl.documents.task import task_key
 from agentrl.lab.database_server import Users
+from agentrl.lab.deletion import Retractions
 from agentrl.lab.manage_runs import RunAdmin
-from agentrl.lab.withdraw import Retractions
 from agentrl.observe.metric_definitions import definition_of
 from agentrl.screens.dashboard import stores
-from agentrl.screens.dashboard.serve import DashboardOptions, create_app
+from agentrl.screens.run_screens import render_run_list, render_run_status
+from agentrl.screens.snapshot import SnapshotReader
 from agentrl.store.client import Store, open_store
+from agentrl.store.run_list import Runs
 
 pytestmark = pytest.mark.integration
 
@@ -39,18 +42,6 @@ SCRIPT = "<script>alert(1)</script>"
 METRICS = {"loss": 0.1, "reward": 0.5, "pass_rate": 0.5, "kl_k3": 0.7, "seconds_data": 1.0, "ratio_max": 3.0,
            "staleness_histogram": {"0": 12.0, "1": 4.0}, "version_fractions": {"0": 1.0}}  # fmt: skip
 PROCESS_SECONDS = 60.0
-
-
-@asynccontextmanager
-async def opened(config: RunConfig) -> AsyncIterator[tuple[Starlette, httpx2.AsyncClient]]:
-    """The application for the server of ``config``, and a client of it."""
-    app = create_app(DashboardOptions(run=config))
-    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
-    ):
-        yield app, client
 
 
 @pytest.fixture
@@ -152,7 +143,6 @@ async def test_more_than_two_runs_are_overlaid_and_smoothed(
     query = "&".join(f"run={name}" for name in names)
     text = await page(client, f"/compare?{query}")
     figure = re.search(r'data-chart="reward">(.+?)</script>', text)
-    assert figure is not None
     drawn = json.loads(figure[1])
     both = zip(drawn["series"], drawn["data"], strict=True)
     rewards = [(str(series["dash"]), y) for series, (_, y) in both if series["name"].endswith(": reward")]
@@ -316,7 +306,6 @@ async def test_the_command_serves_until_it_is_interrupted(run_config: RunConfig,
         *command, *uri, stdout=asyncio.subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     try:
-        assert process.stdout is not None
         async with asyncio.timeout(PROCESS_SECONDS):
             line = (await process.stdout.readline()).decode()
             found = re.search(r"(http://127\.0\.0\.1:\d+/)\?token=(\S+)", line)
@@ -334,3 +323,22 @@ async def test_the_command_serves_until_it_is_interrupted(run_config: RunConfig,
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+async def test_screens_show_the_family(store: Store, run_config: RunConfig, tmp_path: Path) -> None:
+    """Each run names the others, and what the parent holds is shown by the parent's pages."""
+    async with forked_small_run(store, tmp_path) as (child, _), opened(run_config) as (_, client):
+        name, fork = child.run_name, "fork at step 1"
+        runs = await Runs(store.connection).all(10.0)
+        assert f"{store.run_name}, {fork}" in printed(render_run_list("host", runs), 200)
+        for each, other in ((child, store.run_name), (store, name)):
+            await each.database["TrainStep"].update_one({"_id": run.STEP}, {"$set": {"metrics.reward": 0.5}})
+            status = printed(render_run_status(await SnapshotReader(each).read()), 200)
+            assert f"{other}, {fork}" in status
+            overview = await page(client, f"/runs/{each.run_name}")
+            assert f'<a href="/runs/{other}">{other}, {fork}</a>' in overview
+            assert f"/compare?run={each.run_name}&amp;run={other}" in overview
+        assert 'data-chart="reward"' in await page(client, f"/compare?run={name}&run={store.run_name}")
+        for path in ("steps/1", f"trajectories/{run.TRAINED}/1/1"):
+            answer = await client.get(f"/runs/{name}/{path}")
+            assert answer.headers["location"] == f"/runs/{store.run_name}/{path}"

@@ -12,12 +12,12 @@ import httpx2
 import numpy as np
 import pytest
 import small_run as run
+from dashboard_client import OWN, opened
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.model_call import pack_halves
 from agentrl.documents.training import TokenSpan, TokenStatistics, statistics_key
 from agentrl.screens.dashboard.query import FIELDS
-from agentrl.screens.dashboard.serve import DashboardOptions, create_app
 from agentrl.screens.views.counts import Counts
 from agentrl.store.client import Store
 from agentrl.store.gateways import Labels
@@ -45,14 +45,8 @@ async def client(store: Store, run_config: RunConfig, tmp_path: Path) -> AsyncIt
         {"$set": {"response.content": hostile, "response.reasoning_content": SCRIPT,
                   "tool_executions.0.name": SCRIPT, "tool_executions.0.result": hostile}},
     )  # fmt: skip
-    app = create_app(DashboardOptions(run=run_config))
-    async with (
-        app.router.lifespan_context(app),
-        httpx2.AsyncClient(
-            transport=httpx2.ASGITransport(app), base_url=f"http://127.0.0.1/runs/{store.run_name}/"
-        ) as opened,
-    ):
-        yield opened
+    async with opened(run_config, f"/runs/{store.run_name}/") as (_, client):
+        yield client
 
 
 async def page(client: httpx2.AsyncClient, path: str, status: int = 200) -> str:
@@ -220,18 +214,16 @@ async def test_rewards_are_those_of_a_split_with_trajectories(
 async def test_a_label_is_left_from_the_page_alone(client: httpx2.AsyncClient, store: Store) -> None:
     text = await page(client, f"trajectories/{HOSTILE}")
     found = re.search(r'name="csrf" value="(\w+)"', text)
-    assert found is not None
     form = {"csrf": found[1], "label": SCRIPT, "note": CONTROL, "by": "ann", "score": "0.5"}
-    own = {"Origin": "http://127.0.0.1"}
     where = f"labels/{HOSTILE}"
     for refused in (
         {"headers": {}}, {"headers": {"Origin": "http://evil"}}, {"headers": {"Origin": "null"}},
-        {"headers": {**own, "Sec-Fetch-Site": "cross-site"}},
-        {"headers": own, "data": {**form, "csrf": "0" * 64}}, {"headers": own, "data": {**form, "csrf": "é"}},
+        {"headers": {**OWN, "Sec-Fetch-Site": "cross-site"}},
+        {"headers": OWN, "data": {**form, "csrf": "0" * 64}}, {"headers": OWN, "data": {**form, "csrf": "é"}},
     ):  # fmt: skip
         assert (await client.post(where, **{"data": form, **refused})).status_code == 403  # type: ignore[arg-type]
     assert await store.labels.counts() == {}
-    answer = await client.post(where, data=form, headers=own)
+    answer = await client.post(where, data=form, headers=OWN)
     assert (answer.status_code, answer.headers["location"]) == (
         303, f"{client.base_url.path}trajectories/{HOSTILE}#labels"
     )  # fmt: skip
@@ -246,9 +238,9 @@ async def test_a_label_is_left_from_the_page_alone(client: httpx2.AsyncClient, s
     for bad, status in (
         ({"score": "x"}, 400), ({"score": "nan"}, 400), ({"label": ""}, 400), ({"note": "x" * 70_000}, 413)
     ):  # fmt: skip
-        assert (await client.post(where, data={**form, **bad}, headers=own)).status_code == status
-    assert (await client.post("labels/nothing", data=form, headers=own)).status_code == 404
-    await client.post(where, data={**form, "remove": "1"}, headers=own)
+        assert (await client.post(where, data={**form, **bad}, headers=OWN)).status_code == status
+    assert (await client.post("labels/nothing", data=form, headers=OWN)).status_code == 404
+    await client.post(where, data={**form, "remove": "1"}, headers=OWN)
     assert await store.labels.counts() == {}
 
 
@@ -257,7 +249,6 @@ async def test_without_the_right_there_is_no_form(
 ) -> None:
     text = await page(client, f"trajectories/{HOSTILE}")
     found = re.search(r'name="csrf" value="(\w+)"', text)
-    assert found is not None
 
     async def never(labels: Labels) -> bool:
         return False
@@ -265,5 +256,5 @@ async def test_without_the_right_there_is_no_form(
     monkeypatch.setattr(Labels, "may_write", never)
     assert "Read-only" in await page(client, f"trajectories/{HOSTILE}")
     form = {"csrf": found[1], "label": "x", "by": "ann"}
-    answer = await client.post(f"labels/{HOSTILE}", data=form, headers={"Origin": "http://127.0.0.1"})
+    answer = await client.post(f"labels/{HOSTILE}", data=form, headers=OWN)
     assert answer.status_code == 403

@@ -16,8 +16,8 @@ from agentrl.errors import ConfigError
 from agentrl.evaluation.evaluate import evaluation_rules
 from agentrl.losses.settings import LossSettings
 from agentrl.observe.begin_run import begin_run
+from agentrl.screens.run_screens import render_tables
 from agentrl.screens.snapshot import SnapshotReader
-from agentrl.screens.tables import render_tables
 from agentrl.screens.views.counts import Details
 from agentrl.store.client import Store
 
@@ -108,7 +108,6 @@ async def test_the_resolved_configuration_of_each_role_is_stored(store: Store) -
     sample, train = stored.values()
     assert sample.given == ("max_turns",)
     assert train.values["epsilon"] == 3e-4
-    assert train.packages is not None
     assert {"python", "agentrl", "torch", "pymongo"} <= train.packages.keys()
 
 

@@ -155,7 +155,6 @@ async def test_a_conversation_is_whole_and_counts_its_contexts(store: Store, tmp
         {"_id": f"{record}/1"}, {"$set": {"parent": None}}
     )
     document = await store.database["audit_conversations"].find_one({"_id": record})
-    assert document is not None
     said = [
         (line["context"], line["turn"], line["role"], line["content"]) for line in document["conversation"]
     ]

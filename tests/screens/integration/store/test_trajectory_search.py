@@ -11,8 +11,8 @@ import small_run as run
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus
 from agentrl.errors import ConfigError, StoreError
-from agentrl.screens.views import trajectories
-from agentrl.screens.views.trajectories import Bounds, TrajectoryFilter, TrajectoryOrder, TrajectorySearch
+from agentrl.screens.views import read
+from agentrl.screens.views.read import Bounds, TrajectoryFilter, TrajectoryOrder, TrajectorySearch
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -83,11 +83,11 @@ async def test_pages_hold_every_row_once_in_order(filled: Store, order: Trajecto
 
 async def test_a_search_goes_on_where_its_time_ended(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     search = TrajectorySearch(filled.connection)
-    monkeypatch.setattr(trajectories, "_FIRST_WINDOW", 2)
-    monkeypatch.setattr(trajectories, "_LARGEST_WINDOW", 2)
+    monkeypatch.setattr(read, "_FIRST_WINDOW", 2)
+    monkeypatch.setattr(read, "_LARGEST_WINDOW", 2)
     found: list[str] = []
     after, searched = None, 0
-    monkeypatch.setattr(trajectories, "SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr(read, "SEARCH_SECONDS", 0.0)
     while True:
         page = await search.page(TrajectoryFilter(text="no more"), after=after)
         assert page.searched in (0, 2)
@@ -111,7 +111,7 @@ async def test_what_no_page_gave_is_refused(filled: Store) -> None:
 
 async def test_a_read_that_takes_too_long_is_refused(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     search = TrajectorySearch(filled.connection)
-    monkeypatch.setattr(trajectories, "READ_SECONDS", 0.000001)
+    monkeypatch.setattr(read, "READ_SECONDS", 0.000001)
     with pytest.raises(StoreError, match="could not be read within"):
         await search.page(TrajectoryFilter())
 

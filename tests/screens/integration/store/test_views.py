@@ -1,10 +1,12 @@
-"""The views that Compass shows say what is stored, and commands and notebooks read the same rows."""
+"""The views that Compass shows say what is stored; commands, notebooks and pages read the same."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
+import numpy as np
 import pytest
 import small_run as run
 from test_ages_after_resume import add_groups, publish, statuses
@@ -13,10 +15,12 @@ from test_store_training import finalized, make_step
 
 from agentrl.documents.document import Root
 from agentrl.documents.run import InferenceService
-from agentrl.documents.status import StepStatus
+from agentrl.documents.status import DataStatus, StepStatus
 from agentrl.documents.training import TrainStep
-from agentrl.screens.views.read import Views
+from agentrl.screens.views.counts import Rewards
+from agentrl.screens.views.read import TokenReads, Views
 from agentrl.store.client import Store
+from agentrl.store.schema import prepare
 
 pytestmark = pytest.mark.integration
 
@@ -43,6 +47,23 @@ async def test_rows_equal_the_views(store: Store, tmp_path: Path) -> None:
     assert await equals_view(store, "audit_steps", await views.steps())
 
 
+async def test_a_view_of_an_installed_package_is_made_with_the_others(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = "passed = 'Record', [{'$match': {'score': 1.0}}]\nwrong = 'Record'\n"
+    (tmp_path / "own_views.py").write_text(own)
+    monkeypatch.syspath_prepend(tmp_path)
+    points = EntryPoints(
+        EntryPoint(name, f"own_views:{name}", "agentrl.views") for name in ("passed", "wrong")
+    )
+    monkeypatch.setattr("agentrl.base.registry.entry_points", lambda **query: points.select(**query))
+    await prepare(store.database)
+    assert "wrong" not in await store.database.list_collection_names()
+    assert await store.database["passed"].count_documents({}) == 0
+    await run.build(store, tmp_path / "weights")
+    assert [row["score"] async for row in store.database["passed"].find()] == [1.0] * 4
+
+
 async def test_rows_are_filtered_and_limited(store: Store, tmp_path: Path) -> None:
     await run.build(store, tmp_path / "weights")
     views = Views(store.connection)
@@ -61,9 +82,6 @@ async def test_views_show_a_planned_step_without_packed_arrays(store: Store) -> 
     trajectory = await store.database["audit_trajectories"].find_one({"_id": one})
     turn = await store.database["audit_turns"].find_one({"record": one})
     step = await store.database["audit_steps"].find_one({"step": 1})
-    assert trajectory is not None
-    assert turn is not None
-    assert step is not None
     assert (trajectory["training_status"], turn["response"]["content"]) == ("planned", "!")
     assert "output_ids" not in turn
     assert (step["trajectories"], step["groups"]) == (1, 1)
@@ -74,7 +92,6 @@ async def test_the_view_shows_what_a_tool_answered_where_the_model_read_it(store
     for index in range(2):
         await store.model_calls.add(claim, make_call(claim, index))
     shown = await store.database["audit_conversations"].find_one({"_id": claim.record_id})
-    assert shown is not None
     assert [message["content"] for message in shown["conversation"]] == ["?", "!", "Error: 3", "!"]
 
 
@@ -102,3 +119,48 @@ async def test_views_show_ages_of_the_oldest_token(store: Store) -> None:
         await store.services.register(service)
     engines = await store.database["audit_engines"].find({}).to_list()
     assert {row["url"]: row["versions_behind"] for row in engines} == {"old": 3, "new": 1, "starting": None}
+
+
+async def test_tokens_have_what_is_stored_of_them(store: Store, tmp_path: Path) -> None:
+    await run.build(store, tmp_path / "weights")
+    reads = TokenReads(store.connection)
+    trained = await reads.trajectory(f"{run.TRAINED}/1/1")
+    assert trained.data_status is DataStatus.TRAINED
+    assert [step.step for step in trained.steps] == [1]
+    assert trained.steps[0].metrics == {"loss": 0.1}
+    assert trained.locations == {0: str(tmp_path / "weights" / "v000000")}
+    first = trained.calls[0]
+    assert first.ids.tolist() == [1, 1, 2, 3]
+    assert first.logprobs.tolist() == [-0.5, -0.25, -1.0, -2.0]
+    assert first.versions.tolist() == [0, 0, 0, 0]
+    assert first.advantages.tolist() == [1.0] * 4
+
+    abandoned = await reads.trajectory(f"{run.ABANDONED}/1/1")
+    assert (abandoned.data_status, abandoned.steps) == (None, [])
+    assert np.isnan(abandoned.calls[1].advantages).all()
+    assert await reads.trajectory("nothing") is None
+
+
+async def test_scored_trajectories_have_the_opinions_of_all_scorers(store: Store, tmp_path: Path) -> None:
+    await run.build(store, tmp_path / "weights")
+    details = {"scorer": "1.0*judge + 0.5*exact", "parts": {
+        "judge": {"score": 1.0, "judge": "m", "reply": "Correct"}, "exact": {"score": 0.0}}}  # fmt: skip
+    judged = f"{run.READY}/1/1"
+    await store.database["Record"].update_one(
+        {"_id": judged},
+        {"$set": {"score_details": details, "final_answer": "x" * 1000,
+                  "rescored": {"score": 0.25, "details": {"scorer": "later"}}}},
+    )  # fmt: skip
+    await store.labels.put(judged, by="ann", label="wrong", score=0.0)
+    rewards = Rewards(store.connection)
+    found = {row.id: row for row in await rewards.newest("train")}
+    assert set(found) == {
+        judged, f"{run.READY}/0/1", f"{run.TRAINED}/0/2", f"{run.TRAINED}/1/1", f"{run.ABANDONED}/1/1"
+    }  # fmt: skip
+    assert found[judged].opinions == {
+        "1.0*judge + 0.5*exact": 1.0, "judge": 1.0, "exact": 0.0, "later": 0.25, "people": 0.0
+    }  # fmt: skip
+    assert found[judged].judges == {"judge"}
+    assert found[judged].answer == "x" * 300
+    assert found[f"{run.READY}/0/1"].opinions == {"exact": 0.0}
+    assert len(await rewards.newest("train", limit=2)) == 2

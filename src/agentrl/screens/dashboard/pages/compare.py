@@ -18,12 +18,11 @@ from agentrl.screens.dashboard.charts import SMOOTHINGS, overlaid
 from agentrl.screens.dashboard.query import BadQueryError, NotFoundError, choice, no_trajectory, whole
 from agentrl.screens.dashboard.render import render
 from agentrl.screens.dashboard.stores import cache_of, open_run, read_runs, reader_of
-from agentrl.screens.findings import mean_of_last
-from agentrl.screens.snapshot import TRAIN
-from agentrl.screens.turns import MAX_CHARS, whole_message
+from agentrl.screens.snapshot import TRAIN, mean_of_last
+from agentrl.screens.trajectory_page import MAX_CHARS, whole_message
+from agentrl.screens.views.counts import VersionScores, VersionSummary
 from agentrl.screens.views.pipelines import StepRow
 from agentrl.screens.views.read import Views, WholeTrajectory
-from agentrl.screens.views.scores import VersionScores, VersionSummary
 
 _TURNS = 60
 MAX_RUNS = 8
@@ -253,8 +252,4 @@ def _generated(call: DispatchedSamplingTask) -> str:
     return "\n".join(filter(None, [whole_message(call.response), *results]))
 
 
-routes = [
-    Route("/compare", _runs),
-    Route("/runs/{run}/compare", _versions),
-    Route("/runs/{run}/pair", _pair),
-]
+routes = [Route("/compare", _runs), Route("/runs/{run}/compare", _versions), Route("/runs/{run}/pair", _pair)]

@@ -1,10 +1,11 @@
-"""The pages of all runs and of one: its health, its curves, also as files, its processes; managing it."""
+"""The pages of all runs, of one, of its optimizer steps; its curves as files; managing it."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from http import HTTPStatus
@@ -21,18 +22,28 @@ from agentrl.config.run import EngineListConfig
 from agentrl.documents.run import RunSettings
 from agentrl.documents.status import SHOWN_STATUSES, RecordStatus, ServiceStatus, TaskStatus
 from agentrl.errors import ConfigError, RunMissingError, StoreDeniedError, StoreError, StoreUnavailableError
-from agentrl.lab.dataset import write_parquet
 from agentrl.lab.manage_runs import RunAdmin, rename_run
+from agentrl.lab.transfer import write_parquet
 from agentrl.observe.metric_definitions import definition_of
-from agentrl.screens.dashboard import serve
-from agentrl.screens.dashboard.charts import SMOOTHINGS, curves, evaluation_chart
+from agentrl.screens.dashboard.charts import SMOOTHINGS, Chart, Series, curves, evaluation_chart
 from agentrl.screens.dashboard.pages.compare import MAX_RUNS
-from agentrl.screens.dashboard.query import BadQueryError, checked_query, choice
+from agentrl.screens.dashboard.query import (
+    PAGE_ROWS,
+    BadQueryError,
+    NotFoundError,
+    checked_query,
+    choice,
+    give_token,
+    page_of,
+    posted_form,
+    set_cookie,
+    skipped,
+)
 from agentrl.screens.dashboard.render import link, render
 from agentrl.screens.dashboard.stores import cache_of, open_run, pool_of, read_runs, reader_of, shared
-from agentrl.screens.findings import findings, mean_of_last, seconds_since_step, state
-from agentrl.screens.snapshot import TRAIN, RunSnapshot
-from agentrl.screens.views.pipelines import StepRow
+from agentrl.screens.snapshot import TRAIN, RunSnapshot, findings, mean_of_last, seconds_since_step, state
+from agentrl.screens.views.pipelines import StepRow, TrajectoryRow
+from agentrl.screens.views.read import Views
 from agentrl.store.client import Store
 from agentrl.store.run_list import Runs
 
@@ -81,11 +92,7 @@ async def _run(request: Request) -> Response:
             for alive in [run.is_alive(engine)]
         ],
         evaluations=[
-            {
-                "item": item,
-                "score": item.total.get("score") or {},
-                "word": run.state_of(item),
-            }
+            {"item": item, "score": item.total.get("score") or {}, "word": run.state_of(item)}
             for item in reversed(run.evaluations[-_EVALUATIONS:])
         ],
         configurations=[_configuration(item) for item in run.configurations],
@@ -216,17 +223,17 @@ async def _manage(request: Request) -> Response:
             folder, why_not = await admin.output_folder(), None
         except ConfigError as error:
             folder, why_not = None, error.message
-    token, cookie = serve.give_token(request)
+    token, cookie = give_token(request)
     response = render(
         request, "manage.html", run=store.run_name, section="", csrf=token, remarks=remarks, holders=holders,
         folder=folder, why_not=why_not,
     )  # fmt: skip
-    serve.set_cookie(request, response, cookie)
+    set_cookie(request, response, cookie)
     return response
 
 
 async def _change(request: Request) -> Response:
-    form = await serve.posted_form(request)
+    form = await posted_form(request)
     action = choice(form, "action", ("describe", "rename", "delete"), "describe")
     name = request.path_params["run"]
     with checked_query(), _conflicts():
@@ -276,6 +283,109 @@ def _conflicts() -> Iterator[None]:
         raise HTTPException(HTTPStatus.CONFLICT, f"{error.message}: {error.hint}") from error
 
 
+_OUTLIERS = 5
+_BINS = 24
+_SHOWN = 200
+_MAX_DIGITS = 9
+
+
+async def _steps(request: Request) -> Response:
+    skip = skipped(request)
+    async with open_run(request) as store:
+        steps, total = await Views(store.connection).steps_page(skip=skip, limit=PAGE_ROWS)
+    return render(
+        request, "steps.html", run=store.run_name, section="steps", live=True, steps=steps,
+        page=page_of(request, total),
+    )  # fmt: skip
+
+
+async def _step(request: Request) -> Response:
+    text = request.path_params["number"]
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
+        raise NotFoundError(f"{text[:80]!r} is not the number of a step")
+    async with open_run(request) as store:
+        views = Views(store.connection)
+        step = await views.step(int(text))
+        if step is None:
+            raise NotFoundError(f"run {store.run_name!r} has no step {int(text)}")
+        parent = await store.ancestry.parent() if step.inherited else None
+        if parent is not None and step.step <= parent.step:
+            return RedirectResponse(link("runs", parent.run, "steps", str(step.step)))
+        rows = await views.trajectories_of(step.id)
+    metrics = [item for item in sorted(step.metrics.items()) if not isinstance(item[1], Mapping)]
+    figures = [figure for figure in _histograms(step, rows) if not figure.empty]
+    return render(
+        request, "step.html", run=store.run_name, section="steps", live=True, charts=bool(figures), step=step,
+        rows=rows[:_SHOWN], trajectories=len(rows), groups=len({row.task for row in rows}), figures=figures,
+        outliers=_outliers(rows, step), metrics=metrics,
+    )  # fmt: skip
+
+
+def _age(row: TrajectoryRow, step: StepRow) -> int | None:
+    return None if row.min_version is None else step.policy_version - row.min_version
+
+
+def _outliers(rows: Sequence[TrajectoryRow], step: StepRow) -> list[dict[str, Any]]:
+    """Return lists of the trajectories that stand out, each with the value that makes it do so."""
+    kinds: list[tuple[str, str, Callable[[TrajectoryRow], float | int | None], bool]] = [
+        ("Lowest score", "score", lambda row: row.score, False),
+        ("Highest score", "score", lambda row: row.score, True),
+        ("Longest", "generated tokens", lambda row: row.generated_tokens, True),
+        ("Largest advantage", "advantage", lambda row: row.advantage, True),
+        ("Smallest advantage", "advantage", lambda row: row.advantage, False),
+        ("Oldest policy", "versions behind", lambda row: _age(row, step), True),
+        ("Most turns", "turns", lambda row: row.turns, True),
+    ]
+    outliers = []
+    for title, unit, value_of, highest in kinds:
+        values = [(value, row) for row in rows if (value := value_of(row)) is not None]
+        if len({value for value, _ in values}) > 1:
+            ranked = sorted(values, key=lambda item: item[0], reverse=highest)[:_OUTLIERS]
+            outliers.append({"title": title, "unit": unit, "rows": ranked})
+    return outliers
+
+
+def _histograms(step: StepRow, rows: Sequence[TrajectoryRow]) -> list[Chart]:
+    ages = {int(age): count for age, count in step.metrics.get("staleness_histogram", {}).items()}
+    shares = {int(version): part for version, part in step.metrics.get("version_fractions", {}).items()}
+    return [
+        _counted("scores", "Scores of the trained trajectories", "score", [row.score for row in rows]),
+        _counted("advantages", "Advantages", "advantage", [row.advantage for row in rows]),
+        _counted("lengths", "Generated tokens", "tokens", [row.generated_tokens for row in rows]),
+        _counted("turns", "Turns", "turns", [row.turns for row in rows]),
+        Chart(
+            id="staleness", title="Staleness", kind="bar", x_title="optimizer steps", y_title="tokens",
+            help="Age of the trained tokens.",
+            series=[Series(name="tokens", x=sorted(ages), y=[ages[age] for age in sorted(ages)])],
+        ),
+        Chart(
+            id="versions", title="Policy versions", kind="bar", x_title="version", y_title="share of tokens",
+            help="Which policy wrote the trained tokens.",
+            series=[Series(name="share", x=sorted(shares), y=[shares[key] for key in sorted(shares)])],
+        ),
+    ]  # fmt: skip
+
+
+def _counted(name: str, title: str, x_title: str, values: Sequence[float | int | None]) -> Chart:
+    """Return the histogram of values: one bar per value if there are few, else bins of equal width."""
+    known = [value for value in values if value is not None]
+    different = sorted(set(known))
+    if len(different) <= _BINS:
+        counts = Counter(known)
+        x: list[float | int] = list(different)
+        y = [counts[value] for value in different]
+    else:
+        low, high = different[0], different[-1]
+        width = (high - low) / _BINS
+        binned = Counter(min(int((value - low) / width), _BINS - 1) for value in known)
+        x = [float(f"{low + (index + 0.5) * width:.4g}") for index in range(_BINS)]
+        y = [binned[index] for index in range(_BINS)]
+    return Chart(
+        id=name, title=title, kind="histogram", x_title=x_title, y_title="trajectories",
+        series=[Series(name="trajectories", x=x, y=y)],
+    )  # fmt: skip
+
+
 routes = [
     Route("/", _runs),
     Route("/runs/{run}", _run),
@@ -283,4 +393,6 @@ routes = [
     Route("/runs/{run}/curves.parquet", _parquet),
     Route("/runs/{run}/manage", _manage),
     Route("/runs/{run}/manage", _change, methods=["POST"]),
+    Route("/runs/{run}/steps", _steps),
+    Route("/runs/{run}/steps/{number}", _step),
 ]
