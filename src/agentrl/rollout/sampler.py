@@ -19,7 +19,7 @@ from agentrl.environments.environment import environment_of, full_environments
 from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer, Housekeeping, Tails, collect_while_idle
 from agentrl.rollout.preflight import require_tools
 from agentrl.rollout.worker import Worker
-from agentrl.store.claims import GroupLimit, Needs
+from agentrl.store.claims import GroupLimit
 from agentrl.store.epochs import Selection
 
 if TYPE_CHECKING:
@@ -147,6 +147,8 @@ class Sampler(SlotLeases):
         if not self._outages.blocks_claims(len(self._pool)):
             if opens:
                 self._look_at = time.monotonic() + LOOK_SECONDS
+            needs = self._outages.needs_down(of_new=True)
+            full = full_environments(held.task for held in self._pool.claims)
             claim = await self.store.claims.claim(
                 split=self.split,
                 owner=self.owner,
@@ -154,7 +156,7 @@ class Sampler(SlotLeases):
                 max_groups_open=await self._limit() if opens else 0,
                 max_attempts=self._config.claims.max_attempts,
                 selection=self._config.selection,
-                without=self._not_now(),
+                without=replace(needs, environments=needs.environments | full),
             )
         if claim is None:
             if self._misses == 0:
@@ -191,12 +193,6 @@ class Sampler(SlotLeases):
             logger.info("no work", extra={"idle_seconds": idle_limit})
             return True
         return False
-
-    def _not_now(self) -> Needs:
-        """Return what is down, and the environments that run as many trajectories as they may."""
-        down = self._outages.needs_down(of_new=True)
-        full = full_environments(claim.task for claim in self._pool.claims)
-        return replace(down, environments=down.environments | full) if full else down
 
     async def _limit(self) -> GroupLimit | int | None:
         limit = await self._groups_allowed()
