@@ -149,13 +149,15 @@ class Sampler(SlotLeases):
         if not self._outages.blocks_claims(len(self._pool)):
             if opens:
                 self._look_at = time.monotonic() + LOOK_SECONDS
+            limit = await self._limit() if opens else 0
+            # Ask what is down only now: it may have gone down while the limit was read.
             needs = self._outages.needs_down(of_new=True)
             full = full_environments(held.task for held in self._pool.claims)
             claim = await self.store.claims.claim(
                 split=self.split,
                 owner=self.owner,
                 lease_seconds=self._config.claims.lease_seconds,
-                max_groups_open=await self._limit() if opens else 0,
+                max_groups_open=limit,
                 max_attempts=self._config.claims.max_attempts,
                 selection=self._config.selection,
                 without=replace(needs, environments=needs.environments | full),
