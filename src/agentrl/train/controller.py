@@ -337,14 +337,11 @@ class Controller:
 
     trainer: PolicyTrainer
     """This rank's."""
+    policy: Policy
+    """The trainer's: the model, of which this rank holds a part, and its tokenizer's folder."""
     world: World
     writer: RankWriter
     """This rank's."""
-
-    @property
-    def policy(self) -> Policy:
-        """The model, of which this rank holds a part, and its tokenizer's folder."""
-        return self.trainer.policy
 
     def train(
         self, data: Sequence[DBRecordData], ages: Mapping[int, int] | None, images: Mapping[str, Image]
@@ -394,7 +391,7 @@ def lead(world: World, build: Callable[..., PolicyTrainer], *arguments: Any) -> 
     world.use_device()
     world.broadcast("build", *arguments)
     trainer = build(*arguments)
-    return Controller(trainer, world, _writer(trainer, world))
+    return Controller(trainer, trainer.policy, world, _writer(trainer, world))
 
 
 def follow(world: World, build: Callable[..., PolicyTrainer]) -> None:
