@@ -45,7 +45,6 @@ _EXAMPLE = f"env:{NAME}?url=http://127.0.0.1:8000"
 _SCALARS = ("string", "integer", "number", "boolean")
 _CALL = {"tool_name", "arguments"}
 """The fields of the action that calls an MCP tool of the server."""
-_ACTION_EXCERPT = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
