@@ -21,7 +21,6 @@ from agentrl.base.bounded_http import is_loopback
 from agentrl.base.concurrency import wait_for_any
 from agentrl.base.processes import stop_on_signals
 from agentrl.base.user_code import allow, is_listed
-from agentrl.base.validation import SettingsModel, Switch
 from agentrl.columns.outages import Outages
 from agentrl.columns.pool import Pool, owner_name
 from agentrl.columns.scores import QueuedScores, Scoring
@@ -42,6 +41,7 @@ from agentrl.documents.document import replace_surrogates, sanitize_bson
 from agentrl.documents.record import Failure, GatewaySession
 from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.documents.task import CONVERSATIONS, FEEDBACK, Claim, record_key, task_key
+from agentrl.documents.task_json import kind_of
 from agentrl.errors import AgentRLError, LeaseLostError, StoreError, TrajectoryError
 from agentrl.gateway.answerer import Answerer
 from agentrl.gateway.app import (
@@ -56,7 +56,7 @@ from agentrl.gateway.app import (
     require_reward_key,
     token_digest,
 )
-from agentrl.gateway.dialects.fields import checked, load_body, short
+from agentrl.gateway.dialects.fields import load_body, short
 from agentrl.gateway.feedback import give_feedback, require_rule
 from agentrl.gateway.request import GatewayError, invalid
 from agentrl.observe.begin_run import begin_model, begin_run
@@ -75,21 +75,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
 """Interval of looks for silent conversations and for groups to finalize."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Opening(SettingsModel):
-    query: str = ""
-    meta: Mapping[str, Any] = field(default_factory=dict)
-    train: str = "main"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Feedback(SettingsModel):
-    id: str
-    end: Switch = False
-
-
+_FIELDS = ("query", "meta", "train")
 Handler = Callable[[Request, dict[str, Any]], Awaitable[Response]]
 
 
@@ -215,15 +201,25 @@ class ProductConversations:
                 "authentication", "the key in authorization is not that of this gateway", code="wrong_key",
                 hint=f"--gateway_key_env {self.config.gateway_key_env} names it",
             )  # fmt: skip
-        asked = checked(_Opening, replace_surrogates(body))
-        if not is_listed(asked.train):
+        unknown = sorted(set(body) - set(_FIELDS))
+        if unknown:
             raise invalid(
-                f"this gateway imports no rule {short(asked.train)} for a client; --allowed_modules lists"
-                " modules that it may import",
+                f"a conversation has no field {short(unknown[0])}: {', '.join(_FIELDS)}", unknown[0]
+            )
+        query, meta, train = body.get("query", ""), body.get("meta") or {}, body.get("train", "main")
+        if not isinstance(query, str) or not isinstance(meta, Mapping):
+            wrong, value = ("meta", meta) if isinstance(query, str) else ("query", query)
+            raise invalid(f"{wrong} is {kind_of(value)}", wrong)
+        if not isinstance(train, str):
+            raise invalid(f"train is {kind_of(train)}", "train")
+        if not is_listed(train):
+            raise invalid(
+                f"this gateway imports no rule {short(train)} for a client; --allowed_modules lists modules"
+                " that it may import",
                 "train",
             )
         try:
-            require_rule(asked.train)
+            require_rule(train)
         except AgentRLError as error:
             raise invalid(error.message, "train") from error
         name, token = f"conv-{secrets.token_hex(12)}", secrets.token_urlsafe(32)
@@ -235,8 +231,9 @@ class ProductConversations:
             reward_key_digest=token_digest(feedback_key),
         )  # fmt: skip
         await self.store.conversations.open(
-            name, session, query=asked.query, meta=sanitize_bson(asked.meta), train=asked.train,
-            order=int(time.time() * 1000), idle_seconds=self.config.idle_seconds,
+            name, session, query=replace_surrogates(query), meta=sanitize_bson(replace_surrogates(meta)),
+            train=train, order=int(time.time() * 1000),
+            idle_seconds=self.config.idle_seconds,
         )  # fmt: skip
         url = f"{str(request.base_url).rstrip('/')}/t/{token}/v1"
         opened = {"id": name, "base_url": url, "api_key": token, "model": session.models[0]}
@@ -254,14 +251,15 @@ class ProductConversations:
             await self.end(claim)
 
     async def _feedback(self, request: Request, body: dict[str, Any]) -> Response:
-        own = {key: replace_surrogates(body.pop(key)) for key in ("id", "end") if key in body}
-        name = own.get("id")
+        name, ends = replace_surrogates(body.pop("id", None)), body.pop("end", False)
         await self._require_key_of(request, name if isinstance(name, str) else "")
-        given = checked(_Feedback, own)
-        async with self._writing.setdefault(given.id, asyncio.Lock()):
-            await give_feedback(self.store, given.id, body)
-        if given.end:
-            await self._end_named(given.id)
+        if not isinstance(name, str) or not isinstance(ends, bool):
+            wrong, value = ("end", ends) if isinstance(name, str) else ("id", name)
+            raise invalid(f"{wrong} is {kind_of(value)}", wrong)
+        async with self._writing.setdefault(name, asyncio.Lock()):
+            await give_feedback(self.store, name, body)
+        if ends:
+            await self._end_named(name)
         self._queue.wake()
         return json_response({"status": "stored"})
 
