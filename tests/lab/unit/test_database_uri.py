@@ -10,7 +10,7 @@ from parsed_flags import parsed
 from agentrl.config.run import RunConfig, uri_of_variables, without_uri
 from agentrl.errors import ConfigError
 from agentrl.lab.cli.db import parser as db_parser
-from agentrl.local.launch import flags_of_variables
+from agentrl.local.cli import flags_of_variables
 
 URI = "mongodb://trainer:hunter2@db:27017/?replicaSet=agentrl"
 OTHER = "mongodb://other/"
