@@ -619,6 +619,7 @@ class EmbeddedMongo:
                     choice.mongod.path, self.dbpath, self.log, port, key_file=self._credentials.key_file
                 )
             except PortTakenError:
+                # Draw again only a new port: a known one is in the replica set's configuration.
                 if wanted_port or (known_port and wanted_port is None):
                     raise
                 continue

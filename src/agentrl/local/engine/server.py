@@ -154,6 +154,7 @@ class EngineWorker:
     def _run(self) -> None:
         scheduler = self.scheduler
         while True:
+            # Block only without work: with some, calls are taken between two steps.
             calls = [] if scheduler.has_work else [self._calls.get()]
             while not self._calls.empty():
                 calls.append(self._calls.get())
