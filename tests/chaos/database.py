@@ -19,8 +19,8 @@ from agentrl.local.mongod import (
     EmbeddedMongo,
     PortTakenError,
     choose_mongod,
-    free_port,
     is_daemon,
+    server_port,
     start_daemon,
     stop_daemon,
     uri,
@@ -126,7 +126,7 @@ class Member:
             return
         self._dbpath.mkdir(parents=True, exist_ok=True)
         for _ in range(5):
-            port = self.port or free_port()
+            port = self.port or server_port()
             try:
                 self._pid = start_daemon(
                     choose_mongod().mongod.path, self._dbpath, self._log, port,
