@@ -127,7 +127,7 @@ def test_a_trajectory_without_a_trainable_call_is_abandoned_with_the_parameter()
     outcome = GroupRules(config=CONFIG, seed=0).decide(StoredGroup(task=TASK, records=records, calls=calls))
     assert [item.id for item in outcome.data] == [records[0].id]
     assert [item.status for item in outcome.records] == [RecordStatus.READY, RecordStatus.ABANDONED]
-    assert outcome.records[1].because == (
+    assert outcome.records[1].abandoned_because == (
         "no model call to train: 2 sampled with presence_penalty 0.5, which the engine's logprobs leave out"
     )
     assert outcome.summary["masked_calls"] == [{"because": "presence_penalty 0.5", "calls": 3}]
