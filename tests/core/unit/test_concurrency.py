@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import subprocess
 import sys
 import threading
@@ -296,6 +297,7 @@ async def test_wait_for_any_returns_at_an_event_a_task_and_the_timeout() -> None
         ({"factor": 1.0}, [0.5] * 5),
         ({"attempts": 2}, [2.0, 3.0, 3.0, 3.0, 3.0]),
         ({"attempts": 10_000, "factor": 9.0}, [3.0] * 5),
+        ({"attempts": 5, "factor": 1e300}, [3.0] * 5),
     ],
 )
 def test_a_wait_grows_up_to_its_bound(how: dict[str, Any], expected: list[float]) -> None:
@@ -304,6 +306,11 @@ def test_a_wait_grows_up_to_its_bound(how: dict[str, Any], expected: list[float]
     assert backoff.seconds == expected[-1]
     backoff.reset()
     assert backoff.next() == 0.5
+
+
+@pytest.mark.parametrize(("first", "expected"), [(1.0, math.inf), (0.0, 0.0)])
+def test_what_no_float_holds_is_the_longest_wait(first: float, expected: float) -> None:
+    assert Backoff("the server", first, math.inf, attempts=2000).next() == expected
 
 
 def test_jitter_shortens_each_wait_by_a_share_of_its_own() -> None:

@@ -102,6 +102,14 @@ def test_a_long_value_is_cut_and_the_whole_has_a_name() -> None:
     assert problems_of(caught.value, {}, "part")[0].text == "'part.name' is missing"
 
 
+@pytest.mark.attack
+def test_a_key_that_utf8_cannot_hold_is_refused() -> None:
+    given = {"name": "n", "\ud800": 1}
+    with pytest.raises(ValidationError) as caught:
+        validate(Outer, given)
+    assert problems_of(caught.value, given)[0].text == "it has a key with a lone surrogate, half an emoji"
+
+
 def test_a_key_without_a_value_has_its_default_and_none_only_where_it_means_something() -> None:
     found = validate(Outer, {"name": "n", "count": None, "inner": None, "limit": None, "note": True})
     assert found == Outer(name="n", limit=None, note="true")
