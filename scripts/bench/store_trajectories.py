@@ -19,8 +19,9 @@ from pymongo.asynchronous.database import AsyncDatabase
 from store_fixtures import GENERATIONS, SPLIT, make_call, make_data, make_tasks, run_database
 
 from agentrl.documents.status import RecordStatus, TaskStatus
+from agentrl.scoring.groups import Decision
 from agentrl.store.client import Store
-from agentrl.store.groups import GroupOutcome, RecordOutcome, StoredGroup
+from agentrl.store.groups import GroupOutcome, StoredGroup
 
 Json = dict[str, Any]
 _CONCURRENT = 64
@@ -90,10 +91,7 @@ def decide(group: StoredGroup) -> GroupOutcome:
     """Make training data of two tokens from every Record."""
     return GroupOutcome(
         data=tuple(make_data(record.id, group.task.id, tokens=2, turns=1) for record in group.records),
-        records=tuple(
-            RecordOutcome(record_id=record.id, status=RecordStatus.READY, advantage=0.5)
-            for record in group.records
-        ),
+        records=tuple(Decision(record_id=record.id, advantage=0.5) for record in group.records),
         summary={"scored": len(group.records), "failed": 0},
     )
 

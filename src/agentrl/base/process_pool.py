@@ -37,7 +37,19 @@ async def run_in_process(function: Callable[..., Any], *arguments: Any) -> Any:
     exception. Raises ConfigError for a function that cannot be sent to a process. The worker of a call that
     is cancelled is killed. Waiting for a free worker takes no time of the ``current_deadline``.
     """
-    return await _run(_pickled(function, arguments))
+    call, loop = _pickled(function, arguments), asyncio.get_running_loop()
+    slots = _slots.setdefault(loop, asyncio.Semaphore(min(_LARGEST, os.cpu_count() or 1)))
+    with clock_stopped():
+        await slots.acquire()
+    try:
+        worker = _take_idle() or _Worker()
+        try:
+            return await worker.run(call)
+        finally:
+            if worker.is_alive:
+                _idle.append(worker)
+    finally:
+        slots.release()
 
 
 def _pickled(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
@@ -104,25 +116,6 @@ class _Worker:
 _idle: list[_Worker] = []
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 """As many calls at a time as CPUs, at most 8."""
-
-
-async def _run(call: bytes) -> Any:
-    """Run one pickled call in an idle worker, or in a new one."""
-    loop = asyncio.get_running_loop()
-    slots = _slots.get(loop)
-    if slots is None:
-        slots = _slots[loop] = asyncio.Semaphore(min(_LARGEST, os.cpu_count() or 1))
-    with clock_stopped():
-        await slots.acquire()
-    try:
-        worker = _take_idle() or _Worker()
-        try:
-            return await worker.run(call)
-        finally:
-            if worker.is_alive:
-                _idle.append(worker)
-    finally:
-        slots.release()
 
 
 def _take_idle() -> _Worker | None:

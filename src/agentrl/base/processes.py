@@ -298,7 +298,8 @@ def has_ended(process: ProcessIdentity) -> bool:
         return True
     except PermissionError:
         return False
-    return _is_zombie(process.pid)
+    fields = _stat(process.pid)
+    return fields is not None and fields[0] in _ENDED
 
 
 def is_observable(process: ProcessIdentity) -> bool:
@@ -339,11 +340,6 @@ def start_ticks(pid: int) -> int | None:
     """
     fields = _stat(pid)
     return None if fields is None or fields[0] in _ENDED else int(fields[19])
-
-
-def _is_zombie(pid: int) -> bool:
-    fields = _stat(pid)
-    return fields is not None and fields[0] in _ENDED
 
 
 def _stat(pid: int) -> list[str] | None:

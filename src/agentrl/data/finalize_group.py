@@ -38,13 +38,14 @@ from agentrl.documents.model_call import (
 )
 from agentrl.documents.record import Column, Record, TokenColumns
 from agentrl.documents.sampling import COLDEST, distribution_params
-from agentrl.documents.status import CallStatus, ColumnStatus, RecordStatus, SlotStatus, TaskStatus
+from agentrl.documents.status import CallStatus, ColumnStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import CONVERSATIONS, Task
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan, earned_advantage
 from agentrl.errors import AgentRLError, GroupError, StoreError, StoreUnavailableError
 from agentrl.scoring.groups import (
     BUILT_IN,
     Decision,
+    abandon,
     alone,
     decide_group,
     dropped_by_filter,
@@ -53,7 +54,7 @@ from agentrl.scoring.groups import (
     rules_of,
     summarize,
 )
-from agentrl.store.groups import GroupOutcome, RecordOutcome, StoredGroup, slot_problem
+from agentrl.store.groups import GroupOutcome, StoredGroup, slot_problem
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -462,17 +463,17 @@ class GroupRules:
         failed = sum(slot.status is SlotStatus.FAILED for slot in task.slots)
         rules = self.to_store()
         if task.split != TRAIN_SPLIT:
-            outcomes = [RecordOutcome(record_id=record.id, status=RecordStatus.READY) for record in scored]
+            ready = tuple(Decision(record_id=record.id) for record in scored)
             summed = {**summarize(scored, failed, 0, rules), "right_threshold": self.config.right_threshold}
-            return GroupOutcome(records=tuple(outcomes), summary=summed)
+            return GroupOutcome(records=ready, summary=summed)
         filtered = self._filtered(task, scored)
         by_id = {record.id: record for record in scored}
         converted = [
             self._convert(group, by_id[decision.record_id], decision)
             for decision in self._decisions(task, scored, filtered)
         ]
-        data = tuple(each.data for each in converted if each.data is not None)
-        masked = Counter(what for each in converted for what in each.masked)
+        data = tuple(data for _, _, data in converted if data is not None)
+        masked = Counter(what for _, reasons, _ in converted for what in reasons)
         summary = {
             **summarize(scored, failed, len(data), rules),
             "masked_calls": [
@@ -481,7 +482,7 @@ class GroupRules:
             "filtered": [{"record": key, "because": because} for key, because in filtered.items()],
             "rules": rules,
         }
-        return GroupOutcome(data=data, records=tuple(each.outcome for each in converted), summary=summary)
+        return GroupOutcome(data=data, records=tuple(each for each, _, _ in converted), summary=summary)
 
     def _filtered(self, task: Task, scored: Sequence[Record]) -> Mapping[str, str]:
         """Return the Records that ``--group_filter`` drops, and why."""
@@ -497,16 +498,18 @@ class GroupRules:
         # Seed by the task: the trainer decides the group again, and must draw the same.
         return decide_group(scored, self.config, random.Random(f"{self.seed}/{task.id}"), filtered)
 
-    def _convert(self, group: StoredGroup, record: Record, decision: Decision) -> _Converted:
-        """Return the training data of a Record, or why there are none."""
+    def _convert(
+        self, group: StoredGroup, record: Record, decision: Decision
+    ) -> tuple[Decision, Sequence[str], DBRecordData | None]:
+        """Return what becomes of a Record, why calls of it are masked, and its training data, if any."""
         advantage, turn_advantages = decision.advantage, decision.turn_advantages
         if advantage is None:
-            return _abandoned(record, decision.abandoned_because or "abandoned")
+            return abandon(record, decision.abandoned_because or "abandoned"), (), None
         calls, columns = group.calls.get(record.id, ()), group.columns.get(record.id, ())
         chosen = [call for call in calls if call.index not in record.untrained_calls]
         masked = masked_calls(chosen, advantage, self.config, turn_advantages)
         if (missing := _missing_column(columns, self.config.column_names)) is not None:
-            return _abandoned(record, missing, masked)
+            return abandon(record, missing), masked, None
         try:
             data = to_training_data(
                 group.task, record, calls, advantage, self.config, turn_advantages=turn_advantages,
@@ -514,19 +517,16 @@ class GroupRules:
             )  # fmt: skip
         except StoreError as error:
             logger.error("a trajectory cannot be trained", extra={"record": record.id, "why": error.message})
-            return _abandoned(record, error.message, masked)
+            return abandon(record, error.message), masked, None
         if data is not None:
-            ready = RecordOutcome(
-                record_id=record.id, status=RecordStatus.READY, advantage=advantage,
-                turn_advantages=turn_advantages,
-            )  # fmt: skip
-            return _Converted(ready, masked, data)
+            # Drop an earlier reason: a Record that was abandoned once may hold one beside its advantage.
+            return replace(decision, abandoned_because=None), masked, data
         why = "no model call has an advantage to train with"
         if advantage == 0 and self.config.drop_zero_advantage:
             why = "its advantage is 0, and drop_zero_advantage leaves it out"
         elif masked:
             why = f"no model call to train: {_listed(masked)}, which the engine's logprobs leave out"
-        return _abandoned(record, why, masked)
+        return abandon(record, why), masked, None
 
 
 async def finalize_group(
@@ -553,21 +553,6 @@ async def finalize_group(
             hint="make sure that the --group_filter returns; it must not wait for anything",
         ) from error
     return outcome if await store.groups.finalize(group, outcome) else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Converted:
-    """What became of a Record, its training data, and why sampling parameters mask some of its calls."""
-
-    outcome: RecordOutcome
-    masked: Sequence[str]
-    data: DBRecordData | None = None
-
-
-def _abandoned(record: Record, because: str, masked: Sequence[str] = ()) -> _Converted:
-    return _Converted(
-        RecordOutcome(record_id=record.id, status=RecordStatus.ABANDONED, because=because), masked
-    )
 
 
 def decide_stored(task: Task) -> Decide | None:

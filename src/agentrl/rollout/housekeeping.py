@@ -104,7 +104,10 @@ class GroupFinalizer:
                 )
 
     async def _failed(self, task_id: str, error: Exception) -> None:
-        """Count the failed attempt. If that fails too, the group is retried and the others continue."""
+        """Count the failed attempt; the last one gives the group up.
+
+        If that fails too, the group is retried and the others continue.
+        """
         groups, problem = self._store.groups, failure_text(error)
         try:
             attempts = await groups.count_failed_attempt(task_id, problem, retry_seconds=RETRY_SECONDS)

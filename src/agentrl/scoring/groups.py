@@ -24,7 +24,7 @@ from agentrl.base.user_code import contain_call, describe
 from agentrl.config.training import RIGHT_THRESHOLD, GroupConfig
 from agentrl.documents.document import LARGEST_SCORE, is_finite, is_score, replace_surrogates, score_problem
 from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS, Record
-from agentrl.documents.status import StopReason
+from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.documents.task import Task
 from agentrl.errors import GroupError, ScorerError
 
@@ -467,6 +467,11 @@ class Decision:
     turn_advantages: tuple[float, ...] = ()
     abandoned_because: str | None = None
 
+    @property
+    def status(self) -> RecordStatus:
+        """Return the final status of the Record."""
+        return RecordStatus.READY if self.abandoned_because is None else RecordStatus.ABANDONED
+
 
 def alone(config: GroupConfig) -> GroupConfig:
     """Return the rules for a group of one trajectory, which nothing is compared with: A is its score."""
@@ -496,7 +501,7 @@ def decide_group(
     gone = filtered or {}
     left = [record for record in scored if record.id not in gone]
     decided = {item.record_id: item for item in _decide(left, config, rng)}
-    return [decided.get(record.id) or _abandon(record, gone[record.id]) for record in scored]
+    return [decided.get(record.id) or abandon(record, gone[record.id]) for record in scored]
 
 
 def recorded_decisions(records: Sequence[Record]) -> list[Decision]:
@@ -535,7 +540,7 @@ def _decide(scored: Sequence[Record], config: GroupConfig, rng: random.Random) -
     scores = [_score(record) for record in scored]
     least = config.min_score_spread
     if agrees(scores, least) and turn_rewards_agree(scored, least) and role_rewards_agree(scored, least):
-        return [_abandon(record, "no spread in the group's scores") for record in scored]
+        return [abandon(record, "no spread in the group's scores") for record in scored]
     dropped = _balance(scored, config, rng) if config.balance_sample else _filter(scored, config, rng)
     kept = [record for record in scored if record.id not in dropped]
     if len(kept) == 1 and ESTIMATORS.get(config.advantage).needs_others:
@@ -549,7 +554,7 @@ def _decide(scored: Sequence[Record], config: GroupConfig, rng: random.Random) -
             turn_advantages=of_turns.get(record.id, ()),
         )
         if record.id in advantages
-        else _abandon(record, dropped[record.id])
+        else abandon(record, dropped[record.id])
         for record in scored
     ]
 
@@ -585,7 +590,8 @@ def _is_right(record: Record, config: GroupConfig) -> bool:
     return _score(record) > config.right_threshold
 
 
-def _abandon(record: Record, because: str) -> Decision:
+def abandon(record: Record, because: str) -> Decision:
+    """Return the decision not to train a Record."""
     return Decision(record_id=record.id, abandoned_because=because)
 
 

@@ -27,7 +27,7 @@ from agentrl.documents.status import (
 from agentrl.documents.task import Begin, Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import LeaseLostError, StoreError
-from agentrl.scoring.groups import FAILED, summarize
+from agentrl.scoring.groups import FAILED, Decision, summarize
 from agentrl.store.claims import GroupAdmission
 from agentrl.store.epochs import BY_ORDER, ease_after_group
 from agentrl.store.mechanics.blobs import Blobs
@@ -47,22 +47,11 @@ from agentrl.store.records import read_records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordOutcome:
-    """The final status of one scored Record: READY with an advantage, or ABANDONED with a reason."""
-
-    record_id: str
-    status: RecordStatus
-    advantage: float | None = None
-    turn_advantages: tuple[float, ...] = ()
-    because: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOutcome:
     """The result of finalizing a group. ``summary`` is stored as ``Task.group``, plus ``finalized_at``."""
 
     data: tuple[DBRecordData, ...] = ()
-    records: tuple[RecordOutcome, ...] = ()
+    records: tuple[Decision, ...] = ()
     summary: dict[str, Any] = field(default_factory=dict)
 
 
@@ -234,20 +223,20 @@ async def read_group(connection: Connection, task: Task, records: Sequence[Recor
     )
 
 
-async def settle_records(connection: Connection, outcomes: Sequence[RecordOutcome]) -> None:
+async def settle_records(connection: Connection, decisions: Sequence[Decision]) -> None:
     """Move scored Records to READY or ABANDONED. Raises StoreError if one of them is not scored."""
     updates = [
         UpdateOne(
-            {"_id": outcome.record_id, "status": {"$in": sources(RECORD_EDGES, outcome.status)}},
+            {"_id": decision.record_id, "status": {"$in": sources(RECORD_EDGES, decision.status)}},
             {
                 "$set": {
-                    "status": outcome.status.value, "advantage": outcome.advantage,
-                    "turn_advantages": list(outcome.turn_advantages),
-                    "abandoned_because": outcome.because,
+                    "status": decision.status.value, "advantage": decision.advantage,
+                    "turn_advantages": list(decision.turn_advantages),
+                    "abandoned_because": decision.abandoned_because,
                 }
             },
         )
-        for outcome in outcomes
+        for decision in decisions
     ]  # fmt: skip
     if not updates:
         return

@@ -321,16 +321,11 @@ class _Score:
     @property
     def slot(self) -> UpdateOne:
         """Score the slot, if the claim still holds it."""
-        return UpdateOne(lease.held(self.claim), self.slot_update)
-
-    @property
-    def slot_update(self) -> list[Json]:
-        """Return the update of the Task."""
         fields = {
             "status": SlotStatus.SCORED.value, "score": self.score, "lease_expires_at": None,
             "owner": literal(self.claim.owner),
         }  # fmt: skip
-        return lease.change_slot(self.claim, fields)
+        return UpdateOne(lease.held(self.claim), lease.change_slot(self.claim, fields))
 
     @property
     def record(self) -> UpdateOne:

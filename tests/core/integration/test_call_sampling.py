@@ -166,4 +166,4 @@ async def test_a_trajectory_of_penalized_calls_alone_is_abandoned(served: Served
     right, wrong = await sample_group(served, (COLD,), (PENALISED,))
     outcome = decide([right, [replace(call, logprobs_of="policy") for call in wrong]])
     assert [item.id for item in outcome.data] == [right[0].record]
-    assert "1 sampled with presence_penalty 1.5" in str(outcome.records[1].because)
+    assert "1 sampled with presence_penalty 1.5" in str(outcome.records[1].abandoned_because)

@@ -17,8 +17,9 @@ from agentrl.documents.status import DataStatus, RecordStatus, StepStatus, TaskS
 from agentrl.documents.task import Claim, task_key
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainStep
 from agentrl.errors import LeaseLostError, StoreError
+from agentrl.scoring.groups import Decision
 from agentrl.store.client import Store
-from agentrl.store.groups import GroupOutcome, RecordOutcome, StoredGroup
+from agentrl.store.groups import GroupOutcome, StoredGroup
 from agentrl.store.steps import StaleVersions
 
 pytestmark = pytest.mark.integration
@@ -75,11 +76,8 @@ def decide(group: StoredGroup) -> GroupOutcome:
     return GroupOutcome(
         data=(make_data(first.id, group.task.id),),
         records=(
-            RecordOutcome(record_id=first.id, status=RecordStatus.READY, advantage=0.5),
-            *(
-                RecordOutcome(record_id=other.id, status=RecordStatus.ABANDONED, because="zero advantage")
-                for other in others
-            ),
+            Decision(record_id=first.id, advantage=0.5),
+            *(Decision(record_id=other.id, abandoned_because="zero advantage") for other in others),
         ),
         summary={"scored": len(group.records), "mean_score": 0.5, "outcome": "trained"},
     )
@@ -142,7 +140,7 @@ async def test_an_abort_in_the_middle_leaves_nothing(store: Store) -> None:
 
     def wrong(group: StoredGroup) -> GroupOutcome:
         outcome = decide(group)
-        unknown = RecordOutcome(record_id="nobody", status=RecordStatus.ABANDONED)
+        unknown = Decision(record_id="nobody", abandoned_because="it does not exist")
         return GroupOutcome(data=outcome.data, records=(*outcome.records, unknown), summary={})
 
     with pytest.raises(StoreError, match="1 of 3 Records"):

@@ -80,7 +80,7 @@ def test_a_trajectory_at_its_baseline_is_abandoned_with_the_reason() -> None:
     abandoned, ready = RecordStatus.ABANDONED, RecordStatus.READY
     assert [item.status for item in outcome.records] == [abandoned] * 3 + [ready] * 2
     because = "its advantage is 0, and drop_zero_advantage leaves it out"
-    assert {item.because for item in outcome.records[:3]} == {because}
+    assert {item.abandoned_because for item in outcome.records[:3]} == {because}
     assert outcome.summary["trained"] == len(outcome.data) == 2
     kept = decide(*scores, drop_zero_advantage=False)
     assert [item.advantage for item in kept.data] == pytest.approx([0.0, 0.0, 0.0, 0.25, -0.25])
@@ -109,7 +109,7 @@ def test_a_filters_answer_is_kept_with_the_group() -> None:
         {"record": "train/0/a/0/1", "because": "group filter once: it is the first"}
     ]
     assert [item.advantage for item in outcome.records] == [None, -1.0, 1.0]
-    assert outcome.records[0].because == "group filter once: it is the first"
+    assert outcome.records[0].abandoned_because == "group filter once: it is the first"
     again = decide(0.0, 0.0, 1.0, rules=GroupRules.of_group(outcome.summary))
     assert (again.records, again.summary) == (outcome.records, outcome.summary)
     assert len(ASKED) == 1
@@ -127,7 +127,7 @@ def test_the_advantages_of_an_estimator_that_is_not_built_in_are_those_that_reco
     ]
     again = GroupRules.of_group(summary).decide(stored(records))
     assert [item.advantage for item in again.data] == [-3.0]
-    assert [item.because for item in again.records] == [None, "its advantage is 0"]
+    assert [item.abandoned_because for item in again.records] == [None, "its advantage is 0"]
     with pytest.raises(ConfigError, match="cannot be imported"):
         decide(0.0, 1.0, rules=rules)
 
@@ -393,7 +393,7 @@ def test_a_trajectory_without_a_trainable_call_is_abandoned_with_the_parameter()
     outcome = GroupRules(config=CONFIG, seed=0).decide(StoredGroup(task=TASK, records=records, calls=calls))
     assert [item.id for item in outcome.data] == [records[0].id]
     assert [item.status for item in outcome.records] == [RecordStatus.READY, RecordStatus.ABANDONED]
-    assert outcome.records[1].because == (
+    assert outcome.records[1].abandoned_because == (
         "no model call to train: 2 sampled with presence_penalty 0.5, which the engine's logprobs leave out"
     )
     assert outcome.summary["masked_calls"] == [{"because": "presence_penalty 0.5", "calls": 3}]

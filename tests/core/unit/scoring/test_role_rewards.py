@@ -90,7 +90,7 @@ def test_equal_scores_with_different_role_rewards_are_trained() -> None:
     assert [item.status for item in apart.records] == [RecordStatus.READY] * 2
     assert token_advantages(apart.data[0]) == {10: 1.0, 11: 1.0, 30: 1.0, 31: 1.0}
     agreed = decide([record(0, 0.5, {"solver": 1.0}), record(1, 0.5, {"solver": 1.0})])
-    assert {item.because for item in agreed.records} == {"no spread in the group's scores"}
+    assert {item.abandoned_because for item in agreed.records} == {"no spread in the group's scores"}
 
 
 def test_the_tokens_of_a_fixed_model_are_never_trained() -> None:

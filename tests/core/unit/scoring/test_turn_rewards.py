@@ -70,7 +70,7 @@ def test_equal_scores_with_different_turn_rewards_are_trained() -> None:
     assert [item.status for item in outcome.records] == [RecordStatus.READY] * 2
     assert token_advantages(outcome.data[0]) == {20: 1.0}  # the first call has the advantage 0
     agreed = decide([record(0, 1.0, [0.0, 1.0]), record(1, 1.0, [0.0, 1.0])])
-    assert {item.because for item in agreed.records} == {"no spread in the group's scores"}
+    assert {item.abandoned_because for item in agreed.records} == {"no spread in the group's scores"}
 
 
 def test_a_faulty_call_never_gains_by_its_reward() -> None:
