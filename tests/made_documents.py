@@ -19,6 +19,11 @@ def made_task(name: str = "a", **fields: Any) -> Task:
     return Task(**{"split": "train", "epoch": 0, "order": 0, **values})
 
 
+def open_task(name: str = "a", generations: int = 1, **fields: Any) -> Task:
+    """A task of training whose slots nobody has claimed."""
+    return made_task(name, slots=tuple(Slot(traj_id=traj) for traj in range(generations)), **fields)
+
+
 def made_record(task: Task, place: int, score: float | None, **fields: Any) -> Record:
     """The first attempt of the trajectory at ``place`` in the group of a task."""
     return Record(

@@ -31,9 +31,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3Mo
 from transformers.distributed import DistributedConfig
 
 from agentrl.config.schema import ModelConfig, TrainConfig
-from agentrl.distributed.apply import parallelize
 from agentrl.distributed.load_shards import load_shards
 from agentrl.distributed.mesh import build_mesh, leave_processes, plan_layout
+from agentrl.distributed.parallel_model import parallelize
 from agentrl.model.check_model import check_model
 from agentrl.model.load import empty_model, load_model
 

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from harness import bench_parser, run_ranks
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-from agentrl.distributed.apply import parallelize
 from agentrl.distributed.expert_parallel import Dispatch
 from agentrl.distributed.mesh import Layout, build_mesh, leave_processes
+from agentrl.distributed.parallel_model import parallelize
 from agentrl.model.flops import Precision
 from agentrl.train.optimizer import build_optimizer
 

@@ -18,9 +18,9 @@ import signal
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -60,25 +60,6 @@ _PAGE = 1000
 _POLL_SECONDS = 0.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The flags of ``python -m chaos``."""
-
-    minutes: float
-    seed: int
-    gap: float
-    replica_set: bool
-    keep: Path | None
-    tasks: int
-    drills: float | None
-    only: str | None
-    refusals: float | None
-    harness: float | None
-    containers: float | None
-    weights: float | None
-    away: float
-
-
 def main(argv: list[str]) -> int:
     """Run, print the report, and return 0 if there is no violation."""
     options = _parse(argv)
@@ -99,7 +80,7 @@ def main(argv: list[str]) -> int:
     return 1 if report.violations else 0
 
 
-async def _work(options: Options, folder: Path) -> Findings:
+async def _work(options: Namespace, folder: Path) -> Findings:
     if options.weights is not None:
         return await run_weight_delivery(folder, options.weights, away=options.away, seed=options.seed)
     if options.harness is not None:
@@ -113,7 +94,7 @@ async def _work(options: Options, folder: Path) -> Findings:
     return await run_drills(folder, options.drills, [options.only] if options.only else DRILLS)
 
 
-async def run(options: Options, folder: Path) -> Report:
+async def run(options: Namespace, folder: Path) -> Report:
     """Set up a run in ``folder``, inject faults, and return the report; stop everything at the end."""
     chaos_run = ChaosRun(folder=folder, seed=options.seed, tasks=options.tasks, seconds=60 * options.minutes)
     await asyncio.to_thread(chaos_run.prepare)
@@ -131,7 +112,7 @@ async def run(options: Options, folder: Path) -> Report:
 
 
 async def _run(
-    options: Options, chaos_run: ChaosRun, members: Members, injector: Injector, store: Store, uri: str
+    options: Namespace, chaos_run: ChaosRun, members: Members, injector: Injector, store: Store, uri: str
 ) -> Report:
     actors = list(injector.actors.values())
     watcher = asyncio.create_task(watch(actors))
@@ -225,7 +206,7 @@ async def _interruptible(work: Coroutine[None, None, R]) -> R:
     return await task
 
 
-def _parse(argv: list[str]) -> Options:
+def _parse(argv: list[str]) -> Namespace:
     parser = CommandParser(prog="bash scripts/chaos.sh", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="duration of the faults (%(default)g)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the plan and of the run (%(default)s)")
@@ -249,7 +230,7 @@ def _parse(argv: list[str]) -> Options:
         "--away", type=float, default=60.0, metavar="SECONDS",
         help="with --weights: how long the bucket is away in turns (%(default)g)",
     )  # fmt: skip
-    options = Options(**vars(parser.parse_args(argv)))
+    options: Namespace = parser.parse_args(argv)
     if options.minutes <= 0 or options.gap <= 0 or options.tasks <= 0:
         given = f"--minutes is {options.minutes:g}, --gap is {options.gap:g}, --tasks is {options.tasks}"
         raise ConfigError(given, hint="give values above 0")

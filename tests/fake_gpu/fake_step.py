@@ -24,9 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import flex_attention as torch_flex
 
-from agentrl.distributed.apply import parallelize
 from agentrl.distributed.mesh import Layout, Mesh
-from agentrl.distributed.parallel_model import ParallelModel
+from agentrl.distributed.parallel_model import ParallelModel, parallelize
 from agentrl.losses.settings import LossSettings
 from agentrl.model import attention
 from agentrl.model.flops import Precision, Stopwatch
@@ -38,8 +37,7 @@ from fake_gpu.cases import Case, step_spec
 from fake_gpu.fake_cuda import GpuMemory, Recorder, cuda_stubs
 from fake_gpu.fake_rank import balance_experts, fake_mesh
 from fake_gpu.layer_kinds import Depth, Peaks, extrapolate
-from fake_gpu.memory_tracker import MemoryTracker
-from fake_gpu.phases import watch_phases
+from fake_gpu.memory_tracker import MemoryTracker, watch_phases
 from fake_gpu.rank_step import StepSpec, build_model, owned_tensors, planned_memory
 
 

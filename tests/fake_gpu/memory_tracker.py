@@ -1,17 +1,20 @@
-"""Count the bytes of tensors that are alive while code runs, and name what they are at the peak."""
+"""Count the bytes of live tensors while code runs, and name at the peak what they are and what runs."""
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from agentrl.distributed.pipeline_stages import Identity
 
 Storages = Mapping[str, Iterable[Tensor]]
 """Part of the memory → the tensors of it, for example ``gradients``."""
@@ -152,3 +155,49 @@ def _number(dtype: torch.dtype, value: int) -> float | int | bool:
     if dtype == torch.bool:
         return bool(value)
     return float(value) if dtype.is_floating_point else value
+
+
+def watch_phases(tracker: MemoryTracker, model: Any) -> None:
+    """Set the tracker's phase and segment while micro-batches run through ``model``.
+
+    A segment is (phase, micro-batch, position of the layer): first, middle or last.
+    """
+    counts = Counter[str]()
+
+    def begin_forward(*_: Any) -> None:
+        tracker.phase = "activations"
+        counts["forward"] += 1
+        tracker.begin("embedding", counts["forward"])
+
+    def end_forward(_: nn.Module, __: Any, output: Any) -> None:
+        tracker.phase = "logits and loss"
+        tracker.begin("loss", counts["forward"])
+        if output.last_hidden_state.requires_grad:
+            output.last_hidden_state.register_hook(begin_backward)
+
+    def begin_backward(_: Tensor) -> None:
+        tracker.phase = "backward"
+        counts["backward"] += 1
+        tracker.begin("backward", counts["backward"], "norm")
+
+    def watch_layer(layer: nn.Module, position: str) -> None:
+        def begin(*_: Any) -> None:
+            if tracker.phase != "backward":  # otherwise its activations are computed again
+                tracker.begin("forward", counts["forward"], position)
+
+        def end(_: nn.Module, __: Any, output: Any) -> None:
+            if tracker.phase == "backward":
+                return
+            for tensor in tree_leaves(output):
+                if getattr(tensor, "requires_grad", False):
+                    tensor.register_hook(lambda _: tracker.begin("backward", counts["backward"], position))
+
+        layer.register_forward_pre_hook(begin)
+        layer.register_forward_hook(end)
+
+    decoder = model.get_decoder()
+    decoder.register_forward_pre_hook(begin_forward)
+    decoder.register_forward_hook(end_forward)
+    layers = [layer for layer in getattr(decoder, "layers", []) if not isinstance(layer, Identity)]
+    for place, layer in enumerate(layers):
+        watch_layer(layer, "first" if place == 0 else "last" if place == len(layers) - 1 else "middle")

@@ -21,10 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.config.schema import LossConfig, OptimConfig
 from agentrl.data.forest import TokenForest, forest_from_sequences
-from agentrl.distributed import apply
-from agentrl.distributed.apply import parallelize
+from agentrl.distributed import parallel_model
 from agentrl.distributed.mesh import Layout
-from agentrl.distributed.parallel_model import ParallelModel
+from agentrl.distributed.parallel_model import ParallelModel, parallelize
 from agentrl.errors import ModelError
 from agentrl.local.plan import memory
 from agentrl.local.plan.memory import ModelNumbers
@@ -39,8 +38,7 @@ from agentrl.train.optimizer import build_optimizer, freeze
 from agentrl.train.step import token_batch
 from fake_gpu.fake_rank import balance_experts, fake_mesh, rank_of
 from fake_gpu.layer_kinds import Depth, Peaks, extrapolate, keep_layers, stage_layers
-from fake_gpu.memory_tracker import MemoryTracker, Storages
-from fake_gpu.phases import watch_phases
+from fake_gpu.memory_tracker import MemoryTracker, Storages, watch_phases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +134,7 @@ def _simulate(spec: StepSpec, layout: Layout, stage: int, depth: Depth | None) -
         model = build_model(spec)
     stages = None if depth is None else keep_layers(model, layout, stage, depth)
     chosen = (
-        mock.patch.object(apply, "assign_model_layers", return_value=stages)
+        mock.patch.object(parallel_model, "assign_model_layers", return_value=stages)
         if stages
         else contextlib.nullcontext()
     )

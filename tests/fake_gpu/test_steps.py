@@ -1,13 +1,15 @@
-"""A step in each layout on fake GPUs: memory, collectives, dtypes of products, reads by the host."""
+"""On fake GPUs: a step in each layout (memory, collectives, dtypes, reads by the host), and an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import tiny_model
+from tiny_policy import write_tiny_policy
 from training_data import training_configs
 
 from agentrl.config.schema import AdapterConfig, TrainConfig
@@ -18,11 +20,11 @@ from agentrl.model.flops import Precision
 from agentrl.train.build import build_trainer
 from fake_gpu.cases import BATCHES, HIDDEN, LAYERS, LAYOUTS, MODELS, RANK, TOKENS, Case, layouts
 from fake_gpu.closed_forms import Collectives, expected
-from fake_gpu.conftest import Steps
+from fake_gpu.conftest import Fake, Steps
 
 pytestmark = [pytest.mark.fake_gpu, pytest.mark.timeout(1000)]
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 FLOAT32_PRODUCTS = ("modeling_qwen3.py Qwen3RotaryEmbedding.forward", "Qwen3MoeRotaryEmbedding.forward")
 """Places that multiply in float32: the angles of rotary embeddings, which bfloat16 would round."""
 _TP_FORWARD = "TensorParallelLayer.install_forward.<locals>.tp_forward"
@@ -173,3 +175,27 @@ def build(model: str, flags: dict[str, int], sizes: dict[str, int], world: int) 
     recipe = training_configs(TrainConfig(**flags), AdapterConfig(lora_rank=RANK))
     ranks = World(torch.device("cpu"), 0, world)
     build_trainer(recipe, weights=None, total_steps=1, world=ranks, precision=Precision())
+
+
+def test_the_peak_of_large_models(run_steps: Steps) -> None:
+    """Qwen3-8B on 8 GPUs and Qwen3-32B on 64 fit 40 and 55 GiB, two micro-batches of 32k tokens."""
+    small = Case(model="8b", layout={"dp_shard": 8}, layers=36, planned=True)
+    large = Case(model="32b", layout={"dp_shard": 64}, layers=64, planned=True)
+    steps = run_steps([small, large])
+    for step, limit in zip(steps, (40, 55), strict=True):
+        print(f"{step['peak'] / GIB:.2f} GiB, planned {step['planned'] / GIB:.2f}: {step['parts']}")
+        assert step["peak"] <= limit * GIB
+        assert step["planned"] == pytest.approx(step["peak"], rel=0.1)
+
+
+def test_the_trainer_moves_to_the_host_and_back(run_fake: Fake) -> None:
+    [found] = run_fake("fake_offload")
+    assert found["on the host"] < 1000  # the step counts of AdamW
+    assert found["trained"] > 5 * 2**20
+    assert found["trained"] == found["back"] == found["trained again"]
+
+
+def test_a_prompt_and_a_running_sequence_on_a_fake_gpu(run_fake: Fake, tmp_path: Path) -> None:
+    [found] = run_fake("fake_engine", str(write_tiny_policy(tmp_path / "model")))
+    assert (found["device"], found["mixed"]) == ("cuda:0", {})
+    assert found["shape"][0] == 2

@@ -81,11 +81,9 @@ class E2BContainer(Container):
             raise back_end_away("e2b", f"E2B runs no command: {error}") from error
         if max(stdout.total, stderr.total) > output_bytes:
             exceeded = "output"
-        return Execution(
-            stdout=stdout.text, stderr=stderr.text, exit_code=code, exceeded=exceeded,
-            seconds=time.monotonic() - started, memory_mb=0.0, stdout_bytes=stdout.total,
-            stderr_bytes=stderr.total,
-        )  # fmt: skip
+        return Execution.of(
+            stdout, stderr, exit_code=code, exceeded=exceeded, seconds=time.monotonic() - started
+        )
 
     async def copy(
         self, archive: Path, *, into: str | None = None, out_of: str | None = None, limit: int = COPY_BYTES

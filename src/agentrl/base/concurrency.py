@@ -93,8 +93,11 @@ class Backoff:
 
     def next(self) -> float:
         """Return how long to wait now."""
-        # Bound the exponent: an outage of a night has thousands of attempts, and a float overflows.
-        seconds = min(self.longest, self.first * self.factor ** min(self.attempts, 64))
+        try:
+            seconds = min(self.longest, self.first * float(self.factor) ** self.attempts)
+        except OverflowError:
+            # An outage of a night has thousands of attempts: no float holds the power.
+            seconds = self.longest if self.first else 0.0
         self.attempts += 1
         self.seconds = seconds * random.uniform(1 - self.jitter, 1)
         logger.debug("waiting %.3g s for %s", self.seconds, self.what)

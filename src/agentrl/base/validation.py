@@ -222,7 +222,11 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 def problems_of(error: ValidationError, given: Any, *place: str | int, whole: str = "it") -> list[Problem]:
     """Return what is wrong with ``given``, which stands at ``place``; ``whole`` names it if that is empty."""
-    return [_problem(item, given, place, whole) for item in error.errors(include_url=False)]
+    try:
+        return [_problem(item, given, place, whole) for item in error.errors(include_url=False)]
+    except UnicodeEncodeError:  # pydantic cannot name a key that UTF-8 cannot hold
+        where = dotted(place) or whole
+        return [Problem(place, f"{where} has a key with a lone surrogate, half an emoji", "correct that key")]
 
 
 def check(kind: type[T], given: Any, refuse: Callable[[Problem], Exception], *place: str | int) -> T:

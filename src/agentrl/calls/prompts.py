@@ -37,7 +37,7 @@ class Chain:
     messages: list[Message]
     """All messages, the answer included, with the thoughts that a client does not send back."""
     encoded: EncodedIds | None = None
-    """The JSON of its prompt, which the next prompt extends."""
+    """The JSON of its prompt, which the next prompt extends: encoding it anew each turn is quadratic."""
     images: tuple[ImageSpan, ...] = ()
     """Of its prompt."""
 
@@ -102,6 +102,8 @@ class Conversation:
         """
         if self._prompt is None:
             if self._chain is not None:
+                # Raise where ``prompt_of`` renders anew: a template that cannot extend an agent's own
+                # messages is a mistake in the settings, and a branch for each turn would hide it.
                 self._prompt = extended(self._format, self._chain, self.unseen, self.tools)
             if self._prompt is None:
                 self._prompt = rendered(self._format, self.messages, self.tools)
@@ -138,10 +140,6 @@ class Conversation:
         """Replace each message since the last generation by what ``change`` returns for it."""
         self.messages[self._answered :] = map(change, self.unseen)
         self._prompt = None
-
-
-_SMALLEST_SHARE = 4
-"""In a context shorter than the limits allow for, the reserve is at most this fraction: a quarter."""
 
 
 def chain_of(calls: Mapping[str, DispatchedSamplingTask], call_id: str) -> Chain:
@@ -185,7 +183,8 @@ def prompt_of(
         return rendered(chat_format, new, tools, shown=one_system(new))
     try:
         prompt = extended(chat_format, chain, new, tools, shown=one_system(chain.messages))
-    # Let image errors pass: the whole would meet them again. Others may be of the extension alone.
+    # Let image errors pass: the whole would meet them again. Others may be of the extension alone, and a
+    # client may send anything.
     except ImageError:
         raise
     except TrajectoryError:
@@ -298,6 +297,10 @@ def _dump(value: Sequence[Any]) -> bytes:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except TypeError:  # a lone surrogate, or an integer of more than 64 bits
         return json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":")).encode()
+
+
+_SMALLEST_SHARE = 4
+"""In a context shorter than the limits allow for, the reserve is at most this fraction: a quarter."""
 
 
 @dataclass(frozen=True, slots=True)

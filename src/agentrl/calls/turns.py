@@ -37,12 +37,12 @@ from agentrl.tools.tool import Schema, ToolResult, schema_name
 if TYPE_CHECKING:
     from agentrl.store.model_calls import Images
 
-_LETTERS = string.ascii_letters
 
 _NOT_SHOWN = re.compile(r"(\[image, [^\]\n]{1,200}); not shown\]")
 """The description of an image that the model sees behind the text."""
 
 
+# Compare by identity: two calls compared field by field would compare all their ids.
 @dataclass(slots=True, kw_only=True, eq=False)
 class Turn:
     """One model call, until it is stored: its tools may still run.
@@ -228,8 +228,9 @@ def _two_characters(index: int) -> str:
     """Return 00 to 99, then a letter and a letter or digit: 3,324 tool calls of one answer differ."""
     if index < 100:
         return f"{index:02d}"
-    first, second = divmod(index - 100, len(_LETTERS) + len(string.digits))
-    return _LETTERS[first % len(_LETTERS)] + (string.digits + _LETTERS)[second]
+    letters, all_characters = string.ascii_letters, string.digits + string.ascii_letters
+    first, second = divmod(index - 100, len(all_characters))
+    return letters[first % len(letters)] + all_characters[second]
 
 
 def with_text_arguments(message: Message) -> Message:

@@ -14,7 +14,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agentrl.base.concurrency import Backoff, Deadline, end_tasks, task_group
+from agentrl.base.concurrency import Backoff, Deadline
 from agentrl.calls.turns import Tools
 from agentrl.errors import (
     DATABASE,
@@ -25,13 +25,11 @@ from agentrl.errors import (
     ServerFullError,
     SessionLostError,
     StoreError,
-    ToolServerError,
     tool_server,
 )
 from agentrl.observe.logging import redact_and_cut
 from agentrl.store.claims import Needs
 from agentrl.store.mechanics.retry import log_store_errors
-from agentrl.tools.pool import ToolPool
 from agentrl.tools.tool import Schema, ToolResult
 
 if TYPE_CHECKING:
@@ -513,71 +511,3 @@ class HeldTools:
 
     async def rewards(self) -> dict[str, dict[str, Any]]:
         return await self._outages.hold(self._tools.rewards, self._clock)
-
-
-class LateServers:
-    """The servers of one sampler that have not answered yet. Each is an outage until it does."""
-
-    def __init__(self, tools: ToolPool, outages: Outages, wait_seconds: float) -> None:
-        """``wait_seconds`` bounds the wait of a sampler that can claim nothing at all."""
-        self._tools = tools
-        self._outages = outages
-        self._wait_seconds = wait_seconds
-
-    def begin(self) -> None:
-        """Declare the outages, before the first claim."""
-        self._outages.known_servers = self._tools.known
-        for name, error in self._tools.down.items():
-            self._outages.breaker(tool_server(name)).went_down(error.message)
-
-    async def run(self, check: Callable[[], Awaitable[None]], has_claimed: Callable[[], bool]) -> None:
-        """Probe each server, with a back-off, until all are connected.
-
-        ``check`` is awaited before anything that needs a new server is claimed; its errors are raised here.
-        Raises ToolServerError if after ``wait_seconds`` nothing ``has_claimed``, and ToolServerConfigError.
-        """
-        connecting = asyncio.create_task(self._connect_all(check))
-        try:
-            done, _ = await asyncio.wait([connecting], timeout=self._wait_seconds)
-            if not done and not has_claimed():
-                errors = "; ".join(error.message for error in self._tools.down.values())
-                raise ToolServerError(
-                    f"nothing could be claimed for {self._wait_seconds:g} s: {errors}",
-                    hint="start it; --outage_wait_seconds sets how long a sampler waits that can do nothing"
-                    " else",
-                )
-            await connecting
-        finally:
-            await end_tasks(connecting)
-
-    async def _connect_all(self, check: Callable[[], Awaitable[None]]) -> None:
-        begun: set[str] = set()
-
-        async def connect(name: str) -> None:
-            await self._connect(name)
-            await check()
-            self.begin()
-            self._outages.breaker(tool_server(name)).succeeded()
-            begin_new()
-
-        def begin_new() -> None:
-            """Connect to each server that is down; a manager that answers may name some."""
-            for name in self._tools.down.keys() - begun:
-                begun.add(name)
-                group.create_task(connect(name))
-
-        async with task_group() as group:
-            begin_new()
-
-    async def _connect(self, name: str) -> None:
-        breaker = self._outages.breaker(tool_server(name))
-        while True:
-            await breaker.wait()
-            try:
-                await self._tools.connect(name)
-            except ToolServerError as error:
-                if error.outage is None:
-                    raise
-                breaker.failed(error.message, error.retry_after)
-            else:
-                return

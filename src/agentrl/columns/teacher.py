@@ -388,8 +388,17 @@ class TeacherColumn:
 
     async def fill(self, claim: ColumnClaim) -> bool:
         """Fill one column; return whether it is filled. A failure hands it back."""
+        column, store = claim.column, self.store
         try:
-            await self._ask(claim)
+            task = await store.tasks.get(column.task)
+            if task is None:
+                raise StoreError(
+                    f"there is no Task {column.task}", hint="agentrl db check lists what is missing"
+                )
+            calls = await store.model_calls.by_record(column.record)
+            values, top = await self.teaching.values(task, calls)
+            self._breaker.succeeded()
+            await store.columns.fill(claim, values.tolist(), top, by=self.teaching.engine.name)
         except LeaseLostError as error:
             logger.warning("%s", error.message)
             return False
@@ -411,16 +420,6 @@ class TeacherColumn:
             return False
         logger.info("column filled", extra={"record": claim.record_id, "by": self.teaching.engine.name})
         return True
-
-    async def _ask(self, claim: ColumnClaim) -> None:
-        column, store = claim.column, self.store
-        task = await store.tasks.get(column.task)
-        if task is None:
-            raise StoreError(f"there is no Task {column.task}", hint="agentrl db check lists what is missing")
-        calls = await store.model_calls.by_record(column.record)
-        values, top = await self.teaching.values(task, calls)
-        self._breaker.succeeded()
-        await store.columns.fill(claim, values.tolist(), top, by=self.teaching.engine.name)
 
     async def _fail(self, claim: ColumnClaim, error: AgentRLError, *, counts: bool) -> None:
         why = redact_and_cut(error.message, _WHY_CHARS)

@@ -11,7 +11,7 @@ from agentrl.errors import ConfigError
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "mongo": ("agentrl.local.cli:mongo", "the embedded MongoDB: up, status, down"),
     "tasks": ("agentrl.cli.tasks", "check tasks of any source, load them into a run, list what is loaded"),
-    "tools": ("agentrl.worlds.cli.tools", "a manager of tool servers: a node for each trajectory"),
+    "tools": ("agentrl.worlds.cli", "a manager of tool servers: a node for each trajectory"),
     "db": ("agentrl.lab.cli_db", "the database of a run: check, copy, prune, rescore, reopen"),
     "runs": ("agentrl.screens.cli:runs", "the runs of a server: list, tag, note, rename, delete"),
     "fork": ("agentrl.lab.cli:fork", "a new run that begins at a stored checkpoint of another"),

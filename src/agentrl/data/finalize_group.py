@@ -108,10 +108,36 @@ def build_tree(calls: Sequence[DispatchedSamplingTask], kept: Collection[str]) -
     without a kept descendant. Raises StoreError if a parent is missing or comes later.
     """
     children = _children(calls, kept)
-    builder = _Builder(children)
-    for root in children[None]:
-        builder.add_branch(root)
-    return builder.finish()
+    nodes: list[Node] = []
+    pieces = [np.empty(0, np.int32)]
+    images: list[ImageSpan] = []
+    output_starts: dict[str, int] = {}
+    ends: dict[str, int] = {}
+    routing, length = TreeRouting(), 0
+    # Keep a stack and do not recurse: chains may be long. It is reversed, so that children keep their order.
+    pending = [(root, -1) for root in reversed(children[None])]
+    while pending:
+        first, above = pending.pop()
+        start, following = length, [first]
+        while len(following) == 1:
+            (call,) = following
+            context, output = unpack_ids(call.context_ids), unpack_ids(call.output_ids)
+            count = len(context) + len(output)
+            images += [image.moved(length) for image in call.images]
+            output_starts[call.id] = length + len(context)
+            pieces += [context, output]
+            routing.add(
+                call.routing, length, count, call.prompt_tokens > len(context),
+                call.parent is not None and ends[call.parent] == length,
+            )  # fmt: skip
+            length += count
+            ends[call.id] = length
+            following = children.get(call.id, [])
+        nodes.append(Node(start=start, end=length, parent=above))
+        pending += [(child, len(nodes) - 1) for child in reversed(following)]
+    return TokenTree(
+        tuple(nodes), np.concatenate(pieces), output_starts, tuple(images), routing.finish(length)
+    )
 
 
 def _children(
@@ -139,51 +165,6 @@ def _children(
         if call.id in needed:
             children.setdefault(call.parent, []).append(call)
     return children
-
-
-class _Builder:
-    def __init__(self, children: Mapping[str | None, Sequence[DispatchedSamplingTask]]) -> None:
-        self._children = children
-        self._nodes: list[Node] = []
-        self._pieces: list[NDArray[np.int32]] = []
-        self._length = 0
-        self._output_starts: dict[str, int] = {}
-        self._images: list[ImageSpan] = []
-        self._routing = TreeRouting()
-        self._ends: dict[str, int] = {}
-
-    def add_branch(self, first: DispatchedSamplingTask) -> None:
-        """Append the subtree of ``first``, depth-first. Does not recurse: chains may be long."""
-        pending = [(first, -1)]
-        while pending:
-            call, parent_node = pending.pop()
-            start = self._length
-            self._append_call(call)
-            following = self._children.get(call.id, ())
-            while len(following) == 1:
-                call = following[0]
-                self._append_call(call)
-                following = self._children.get(call.id, ())
-            self._nodes.append(Node(start=start, end=self._length, parent=parent_node))
-            # Reverse: the stack gives back the first child first, so that children keep their order.
-            pending.extend((child, len(self._nodes) - 1) for child in reversed(following))
-
-    def finish(self) -> TokenTree:
-        ids = np.concatenate(self._pieces) if self._pieces else np.empty(0, np.int32)
-        images, routing = tuple(self._images), self._routing.finish(self._length)
-        return TokenTree(tuple(self._nodes), ids, self._output_starts, images, routing)
-
-    def _append_call(self, call: DispatchedSamplingTask) -> None:
-        context, output = unpack_ids(call.context_ids), unpack_ids(call.output_ids)
-        self._images += [image.moved(self._length) for image in call.images]
-        self._output_starts[call.id] = self._length + len(context)
-        self._pieces += [context, output]
-        self._routing.add(
-            call.routing, self._length, len(context) + len(output), call.prompt_tokens > len(context),
-            call.parent is not None and self._ends[call.parent] == self._length,
-        )  # fmt: skip
-        self._length += len(context) + len(output)
-        self._ends[call.id] = self._length
 
 
 @dataclass(frozen=True, slots=True)

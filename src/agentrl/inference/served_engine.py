@@ -779,7 +779,7 @@ async def _serve(store: Store, configs: Configs) -> None:
     is_shared = config.engine_url is not None
     weights = ServedWeights(
         client, store, copy, run_name=run.run_name, version=version, folder=folder, is_shared=is_shared,
-        why_merged=None if is_shared else why_merged(config.engine, folder, lora, has_gpu=has_gpu()),
+        why_merged=None if is_shared else why_merged(config.engine, folder, lora),
     )  # fmt: skip
     service_id = f"{socket.gethostname().split('.')[0]}-{urlsplit(client.url).port}-{uuid.uuid4().hex[:6]}"
     lease = None

@@ -661,6 +661,7 @@ class EngineRouter:
                 cached = session.group is not None and service.url in self._groups.get(session.group, ())
                 # Take the larger: the reported load is a heartbeat old, and ours lacks the other samplers'.
                 load = max(service.running_tokens, in_flight[service.url]) + (0 if cached else tokens)
+                # Put the status first: a call to an engine that is being updated waits for the update.
                 return service.status is not ServiceStatus.READY, load, service.running_requests, service.url
 
             chosen = min(urls.values(), key=cost, default=None)

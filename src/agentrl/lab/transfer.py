@@ -19,15 +19,16 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Annotated, Any, BinaryIO, Final
 
 import bson
 from bson import json_util
 from bson.codec_options import CodecOptions, DatetimeConversion
 from bson.raw_bson import RawBSONDocument
+from pydantic import AfterValidator
 from pymongo import ASCENDING, IndexModel
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.collection import AsyncCollection
@@ -37,6 +38,7 @@ from pymongo.errors import DuplicateKeyError, OperationFailure
 from agentrl.base.atomic_folder import atomic_folder
 from agentrl.base.processes import has_ended, identify, is_observable
 from agentrl.base.user_code import code_of_flags
+from agentrl.base.validation import Count, PositiveWhole, SettingsModel, broken, check, wrong
 from agentrl.documents.document import excerpt, now, plain
 from agentrl.documents.images import text_of
 from agentrl.documents.model_call import DispatchedSamplingTask, conversation
@@ -183,24 +185,49 @@ _JSON = json_util.CANONICAL_JSON_OPTIONS.with_options(
 )
 
 
+def is_collection_name(name: object) -> bool:
+    """Return whether an export may hold a collection of this name; the server's own are excluded."""
+    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and not name.startswith("system.")
+
+
+def _collection(name: str) -> str:
+    if not is_collection_name(name):
+        raise wrong("the name of a collection, none of the server's own")
+    return name
+
+
+def _digest(text: str) -> str:
+    if not _SHA256.fullmatch(text):
+        raise wrong("64 hex digits")
+    return text
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExportedFile:
+class ExportedFile(SettingsModel):
     """One collection in the folder: ``file`` holds ``documents`` lines."""
 
-    collection: str
+    collection: Annotated[str, AfterValidator(_collection)]
     file: str
-    documents: int
-    bytes: int
-    sha256: str
+    documents: Count
+    bytes: Count
+    sha256: Annotated[str, AfterValidator(_digest)]
+
+    def __post_init__(self) -> None:
+        if self.file != f"{self.collection}.jsonl":
+            raise wrong(f"{self.collection}.jsonl", "file")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class Manifest(SettingsModel):
     """The contents of the folder, without the run's name and the time: equal runs make equal folders."""
 
-    format: int = FORMAT
-    schema: int
-    collections: tuple[ExportedFile, ...] = field(default=())
+    format: PositiveWhole = FORMAT
+    schema: PositiveWhole
+    collections: tuple[ExportedFile, ...]
+
+    def __post_init__(self) -> None:
+        if len({item.collection for item in self.collections}) < len(self.collections):
+            raise broken("names a collection twice", "collections")
 
     @property
     def documents(self) -> int:
@@ -239,16 +266,18 @@ def verify(folder: Path) -> Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of an exported folder. Raises StoreError if it is missing or invalid."""
     path = folder / MANIFEST
+    other = f"{path} is not the manifest of an export"
     try:
-        manifest = _manifest(json.loads(path.read_text(encoding="utf-8")))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise StoreError(
             f"{path} cannot be read: {error.strerror}", hint="give the folder of a complete export"
         ) from error
     except RecursionError as error:
-        raise StoreError(f"{path} is not the manifest of an export: it is nested too deeply") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise StoreError(f"{path} is not the manifest of an export: {error}") from error
+        raise StoreError(f"{other}: it is nested too deeply") from error
+    except ValueError as error:
+        raise StoreError(f"{other}: {error}") from error
+    manifest = check(Manifest, content, lambda problem: StoreError(f"{other}: {problem}"))
     if (found := (manifest.format, manifest.schema)) != (FORMAT, SCHEMA_VERSION):
         number, schema = (excerpt(value, _LONGEST) for value in found)
         raise StoreError(
@@ -257,37 +286,6 @@ def read_manifest(folder: Path) -> Manifest:
             hint="import it with the AgentRL that wrote it",
         )
     return manifest
-
-
-def _manifest(content: dict[str, Any]) -> Manifest:
-    """Return the manifest of parsed JSON. Raises ValueError, TypeError or KeyError for one of no export."""
-    files = tuple(ExportedFile(**item) for item in content.pop("collections"))
-    manifest = Manifest(**content, collections=files)
-    for what, number, least in (
-        ("format", manifest.format, 1),
-        ("schema", manifest.schema, 1),
-        *(("documents", item.documents, 0) for item in files),
-        *(("bytes", item.bytes, 0) for item in files),
-    ):
-        if type(number) is not int or number < least:
-            raise ValueError(
-                f"{what} is {excerpt(number, _LONGEST)}; expected a whole number, {least} or more"
-            )
-    for item in files:
-        if not is_collection_name(item.collection) or item.file != f"{item.collection}.jsonl":
-            names = f"collection {excerpt(item.collection, _LONGEST)} and file {excerpt(item.file, _LONGEST)}"
-            raise ValueError(f"it names {names}; no export writes them")
-        if not isinstance(item.sha256, str) or not _SHA256.fullmatch(item.sha256):
-            found = excerpt(item.sha256, _LONGEST)
-            raise ValueError(f"the sha256 of {item.file} is {found}; expected 64 hex digits")
-    if len({item.collection for item in files}) != len(files):
-        raise ValueError("it names a collection twice")
-    return manifest
-
-
-def is_collection_name(name: object) -> bool:
-    """Return whether an export may hold a collection of this name; the server's own are excluded."""
-    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and not name.startswith("system.")
 
 
 def encode_line(raw: bytes) -> bytes:

@@ -531,7 +531,10 @@ class _Question(Generic[T]):
         endpoint, until = client.endpoint, self.deadline.left() - share
         problem: str = "no time was left for it"
         section = self.section
-        backoff = Backoff(endpoint.model, section.retry_delay, math.inf, factor=section.backoff_factor)
+        # Vary it: all scorers of a process are refused at one moment, and would come back at one.
+        backoff = Backoff(
+            endpoint.model, section.retry_delay, math.inf, factor=section.backoff_factor, jitter=0.25
+        )
         for number in range(section.max_retries):
             delay = max(backoff.next() if number else 0.0, client.limits.paused_seconds())
             if self.deadline.left() - until < delay + _LEAST_SECONDS:

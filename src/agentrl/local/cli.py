@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.base.installation import require
 from agentrl.base.processes import StoppedBySignalError, raise_on_signals
+from agentrl.config.flags import flag_words
 from agentrl.config.load import CommandParser, Configs, group_of, leading_words, parse
 from agentrl.config.run import URI_VARIABLES, QuickstartFlags
 from agentrl.config.schema import (
@@ -45,6 +47,15 @@ if TYPE_CHECKING:
     from agentrl.local.plan.search import PlannedServices, Search
 
 
+_VARIABLES = {
+    "model_name_or_path": "MODEL_PATH",
+    "tp_size": "TP_SIZE",
+    "mcp_manager_url": "MCP_MANAGER_URL",
+    "agent_config_path": "AGENT_CONFIG",
+    "engine": "ENGINE",
+}
+
+
 def launch(argv: list[str]) -> int:
     """Prepare the model and the database, then run the processes until the main one ends.
 
@@ -55,15 +66,13 @@ def launch(argv: list[str]) -> int:
     its configuration, the reason is printed and the others are stopped. Nothing is started if the run has a
     live trainer, or was begun with other settings.
     """
-    from agentrl.local.launch import TASK_FILES, flags_of_variables, prepare, run_processes
-
     command = argv[0] if argv[:1] and not argv[0].startswith("-") else "train"
-    if command not in TASK_FILES:
+    if command not in ("train", "eval"):
         raise ConfigError(
-            f"unknown word {command!r}; choose one of {', '.join(TASK_FILES)}",
+            f"unknown word {command!r}; choose one of train, eval",
             hint="agentrl launch train, or agentrl launch eval",
         )
-    flags = [*flags_of_variables(os.environ, TASK_FILES[command]), *argv[argv[:1] == [command] :]]
+    flags = [*flags_of_variables(os.environ, f"{command}_file"), *argv[argv[:1] == [command] :]]
     configs = parse(
         flags,
         command="agentrl launch",
@@ -74,9 +83,24 @@ def launch(argv: list[str]) -> int:
     )
     try:
         with raise_on_signals():
+            from agentrl.local.launch import prepare, run_processes
+
             return run_processes(prepare(command, flags, configs, os.environ))
     except StoppedBySignalError as stopped:
         return stopped.exit_code
+
+
+def flags_of_variables(variables: Mapping[str, str], tasks: str) -> list[str]:
+    """Return the flags that the environment variables set; later flags of the command line override them.
+
+    ``tasks`` is the flag of the run's task file, ``train_file`` or ``eval_file``.
+
+    MONGO_URI and MONGO_URI_FILE are left to the processes, so that no password is in a command line.
+    """
+    named = {**_VARIABLES, tasks: tasks.upper()}
+    if not variables.get("MCP_MANAGER_URL"):
+        named["mcp_servers_file"] = "MCP_SERVERS_FILE"
+    return flag_words({flag: variables[name] for flag, name in named.items() if variables.get(name)})
 
 
 def quickstart(argv: list[str]) -> int:

@@ -73,29 +73,7 @@ from agentrl.tools.config import McpSpec, load_servers
 from agentrl.train.lease import require_no_trainer
 from agentrl.weights.folder import require_folder, stored_bytes
 
-TASK_FILES = {"train": "train_file", "eval": "eval_file"}
-"""Command that ``agentrl launch`` runs → the flag of its task file."""
-_VARIABLES = {
-    "model_name_or_path": "MODEL_PATH",
-    "tp_size": "TP_SIZE",
-    "mcp_manager_url": "MCP_MANAGER_URL",
-    "agent_config_path": "AGENT_CONFIG",
-    "engine": "ENGINE",
-}
 _ACCELERATE_SIZES = ("dp_replicate_size", "tp_size", "cp_size")
-
-
-def flags_of_variables(variables: Mapping[str, str], tasks: str) -> list[str]:
-    """Return the flags that the environment variables set; later flags of the command line override them.
-
-    ``tasks`` is the flag of the run's task file, ``train_file`` or ``eval_file``.
-
-    MONGO_URI and MONGO_URI_FILE are left to the processes, so that no password is in a command line.
-    """
-    named = {**_VARIABLES, tasks: tasks.upper()}
-    if not variables.get("MCP_MANAGER_URL"):
-        named["mcp_servers_file"] = "MCP_SERVERS_FILE"
-    return flag_words({flag: variables[name] for flag, name in named.items() if variables.get(name)})
 
 
 def read_recipe(configs: Configs, tasks: str) -> dict[str, Any]:
@@ -365,7 +343,7 @@ def prepare(command: str, flags: Sequence[str], configs: Configs, variables: Map
 
     ``command`` is ``train`` or ``eval``, ``configs`` are the parsed ``flags``, ``variables`` the environment.
     """
-    flags, configs = _with(read_recipe(configs, TASK_FILES[command]), flags, configs)
+    flags, configs = _with(read_recipe(configs, f"{command}_file"), flags, configs)
     run, is_training = configs[RunConfig], command == "train"
 
     def report(text: str) -> None:

@@ -11,7 +11,6 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from typing import Any, Final
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
-from agentrl.base.processes import start_ticks, tail
+from agentrl.base.processes import free_port, start_ticks, tail
 from agentrl.errors import StoreError
 from agentrl.store.mechanics.connection import DATABASE_SERVERS, LocalServer
 
@@ -309,15 +308,9 @@ def start_daemon(
     return int(pid_file.read_text(encoding="ascii"))
 
 
-def free_port() -> int:
+def server_port() -> int:
     """Return a free port below those that the kernel assigns to outgoing connections."""
-    for port in random.sample(_PORTS, 100):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return port
-    raise StoreError("no free port was found in 100 tries", hint="name one: agentrl mongo up --port PORT")
+    return free_port(*random.sample(_PORTS, 100))
 
 
 def stop_daemon(pid: int, dbpath: Path) -> None:
@@ -613,12 +606,14 @@ class EmbeddedMongo:
             raise problem
         self._credentials.make()
         for _ in range(5):
-            port = (wanted_port or free_port()) if wanted_port is not None else (known_port or free_port())
+            port = known_port if wanted_port is None else wanted_port
+            port = port or server_port()
             try:
                 pid = start_daemon(
                     choice.mongod.path, self.dbpath, self.log, port, key_file=self._credentials.key_file
                 )
             except PortTakenError:
+                # Draw again only a new port: a known one is in the replica set's configuration.
                 if wanted_port or (known_port and wanted_port is None):
                     raise
                 continue

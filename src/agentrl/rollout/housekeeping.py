@@ -105,19 +105,15 @@ class GroupFinalizer:
 
     async def _failed(self, task_id: str, error: Exception) -> None:
         """Count the failed attempt. If that fails too, the group is retried and the others continue."""
+        groups, problem = self._store.groups, failure_text(error)
         try:
-            await self._count(task_id, error)
+            attempts = await groups.count_failed_attempt(task_id, problem, retry_seconds=RETRY_SECONDS)
+            if attempts >= ATTEMPTS and await groups.give_up(task_id, problem, self._rules.to_store()):
+                logger.error("group given up", extra={"task": task_id, "attempts": attempts, "why": problem})
         except StoreUnavailableError:
             raise
         except Exception:
             logger.exception("a failed attempt is not counted", extra={"task": task_id})
-
-    async def _count(self, task_id: str, error: Exception) -> None:
-        groups = self._store.groups
-        problem = failure_text(error)
-        attempts = await groups.count_failed_attempt(task_id, problem, retry_seconds=RETRY_SECONDS)
-        if attempts >= ATTEMPTS and await groups.give_up(task_id, problem, self._rules.to_store()):
-            logger.error("group given up", extra={"task": task_id, "attempts": attempts, "why": problem})
 
 
 HOUSEKEEPING_SECONDS = 2.0

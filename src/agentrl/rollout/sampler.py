@@ -9,18 +9,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from agentrl.base.concurrency import Backoff
-from agentrl.columns.outages import LateServers, report_outages
+from agentrl.base.concurrency import Backoff, end_tasks, task_group
+from agentrl.columns.outages import Outages, report_outages
 from agentrl.columns.pool import Pool, SlotLeases, bounded
 from agentrl.columns.scores import QueuedScores
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
 from agentrl.environments.environment import environment_of, full_environments
+from agentrl.errors import ToolServerError, tool_server
 from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer, Housekeeping, Tails, collect_while_idle
 from agentrl.rollout.preflight import require_tools
 from agentrl.rollout.worker import Worker
-from agentrl.store.claims import GroupLimit, Needs
+from agentrl.store.claims import GroupLimit
 from agentrl.store.epochs import Selection
+from agentrl.tools.pool import ToolPool
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -147,14 +149,18 @@ class Sampler(SlotLeases):
         if not self._outages.blocks_claims(len(self._pool)):
             if opens:
                 self._look_at = time.monotonic() + LOOK_SECONDS
+            limit = await self._limit() if opens else 0
+            # Ask what is down only now: it may have gone down while the limit was read.
+            needs = self._outages.needs_down(of_new=True)
+            full = full_environments(held.task for held in self._pool.claims)
             claim = await self.store.claims.claim(
                 split=self.split,
                 owner=self.owner,
                 lease_seconds=self._config.claims.lease_seconds,
-                max_groups_open=await self._limit() if opens else 0,
+                max_groups_open=limit,
                 max_attempts=self._config.claims.max_attempts,
                 selection=self._config.selection,
-                without=self._not_now(),
+                without=replace(needs, environments=needs.environments | full),
             )
         if claim is None:
             if self._misses == 0:
@@ -192,12 +198,6 @@ class Sampler(SlotLeases):
             return True
         return False
 
-    def _not_now(self) -> Needs:
-        """Return what is down, and the environments that run as many trajectories as they may."""
-        down = self._outages.needs_down(of_new=True)
-        full = full_environments(claim.task for claim in self._pool.claims)
-        return replace(down, environments=down.environments | full) if full else down
-
     async def _limit(self) -> GroupLimit | int | None:
         limit = await self._groups_allowed()
         if self._lag_timer is not None:
@@ -230,3 +230,67 @@ class Sampler(SlotLeases):
             if await self.store.wait_for_change(*_TRAINING, timeout=_WATCH_SECONDS):
                 self._changed()
                 await asyncio.sleep(_REST_SECONDS)
+
+
+class LateServers:
+    """The servers of one sampler that have not answered yet. Each is an outage until it does."""
+
+    def __init__(self, tools: ToolPool, outages: Outages, wait_seconds: float) -> None:
+        """``wait_seconds`` bounds the wait of a sampler that can claim nothing at all."""
+        self._tools = tools
+        self._outages = outages
+        self._wait_seconds = wait_seconds
+
+    def begin(self) -> None:
+        """Declare the outages, before the first claim."""
+        self._outages.known_servers = self._tools.known
+        for name, error in self._tools.down.items():
+            self._outages.breaker(tool_server(name)).went_down(error.message)
+
+    async def run(self, check: Callable[[], Awaitable[None]], has_claimed: Callable[[], bool]) -> None:
+        """Probe each server, with a back-off, until all are connected.
+
+        ``check`` is awaited before anything that needs a new server is claimed; its errors are raised here.
+        Raises ToolServerError if after ``wait_seconds`` nothing ``has_claimed``, and ToolServerConfigError.
+        """
+        connecting = asyncio.create_task(self._connect_all(check))
+        try:
+            done, _ = await asyncio.wait([connecting], timeout=self._wait_seconds)
+            if not done and not has_claimed():
+                errors = "; ".join(error.message for error in self._tools.down.values())
+                raise ToolServerError(
+                    f"nothing could be claimed for {self._wait_seconds:g} s: {errors}",
+                    hint="start it; --outage_wait_seconds sets how long a sampler waits that can do nothing"
+                    " else",
+                )
+            await connecting
+        finally:
+            await end_tasks(connecting)
+
+    async def _connect_all(self, check: Callable[[], Awaitable[None]]) -> None:
+        begun: set[str] = set()
+
+        async def connect(name: str) -> None:
+            breaker = self._outages.breaker(tool_server(name))
+            while True:
+                await breaker.wait()
+                try:
+                    await self._tools.connect(name)
+                    break
+                except ToolServerError as error:
+                    if error.outage is None:
+                        raise
+                    breaker.failed(error.message, error.retry_after)
+            await check()
+            self.begin()
+            breaker.succeeded()
+            begin_new()
+
+        def begin_new() -> None:
+            """Connect to each server that is down; a manager that answers may name some."""
+            for name in self._tools.down.keys() - begun:
+                begun.add(name)
+                group.create_task(connect(name))
+
+        async with task_group() as group:
+            begin_new()

@@ -40,7 +40,6 @@ from agentrl.data.finalize_group import TRAIN_SPLIT
 from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
-from agentrl.documents.task_file import ReadResult
 from agentrl.environments.environment import use_containers
 from agentrl.errors import ModelError
 from agentrl.inference.engine import Router
@@ -92,11 +91,6 @@ async def model_folder(store: Store | None, configs: Configs) -> str:
     return folder
 
 
-def max_model_len(model: ModelConfig, folder: str) -> int | None:
-    """Return ``--max_model_len``, or the context length in the configuration of the model in ``folder``."""
-    return model.max_model_len or model_context_length(folder)
-
-
 def open_router(
     live: LiveEngines,
     configs: Configs,
@@ -112,7 +106,7 @@ def open_router(
     micro-batch of ``--max_tokens`` bounds their context too.
     """
     sampling = configs[SamplingConfig]
-    lengths = [max_model_len(configs[ModelConfig], folder)]
+    lengths = [configs[ModelConfig].max_model_len or model_context_length(folder)]
     if trains:
         lengths.append(configs[TrainConfig].max_tokens)
     return EngineRouter(
@@ -177,14 +171,7 @@ async def allow_configured_imports(store: Store, configs: Configs) -> None:
     allow(await store.imports.paths())
 
 
-def sampler_config(
-    configs: Configs,
-    split: str,
-    *,
-    epochs: int,
-    selection: Selection | None = None,
-    idle_exit_seconds: float | None = None,
-) -> SamplerConfig:
+def sampler_config(configs: Configs, split: str, *, epochs: int) -> SamplerConfig:
     """Return the settings of a sampler of ``split``, under a new owner name."""
     tasks, sampling = configs[TaskConfig], configs[SamplingConfig]
     return SamplerConfig(
@@ -199,8 +186,6 @@ def sampler_config(
             num_generations=tasks.num_generations,
             shuffle=tasks.shuffle_tasks,
         ),
-        selection=selection,
-        idle_exit_seconds=idle_exit_seconds,
     )
 
 
@@ -341,20 +326,30 @@ async def sample(configs: Configs) -> None:
     run, tasks, sampling, groups = (
         configs[RunConfig], configs[TaskConfig], configs[SamplingConfig], configs[GroupConfig],
     )  # fmt: skip
-    config = sampler_config(
-        configs,
-        TRAIN_SPLIT,
-        epochs=tasks.num_train_epochs,
-        selection=_selection(tasks),
+    admission = AdmissionLimit(sampling, configs[TrainConfig])
+    config = replace(
+        sampler_config(configs, TRAIN_SPLIT, epochs=tasks.num_train_epochs),
+        selection=None
+        if tasks.task_selection == ORDER
+        else Selection(tasks.num_train_epochs, by_level=tasks.task_selection == CURRICULUM),
         idle_exit_seconds=sampling.idle_exit_seconds,
+        cut_after=admission.max_staleness + 1 if sampling.tail_policy == "cut" else None,
     )
     stop = stop_on_signals()
     with retry_outages(run.db_wait_seconds, stop):
         require_extensions(configs)
         require_folder(configs[ModelConfig])
-        read = await _read_tasks(configs)
+        read = None
+        if tasks.train_file is not None:
+            require_groups(groups, tasks.num_generations)
+            read = await read_source(tasks.train_file, tasks, split=TRAIN_SPLIT, seed=run.seed)
         async with await open_store(run) as store:
-            await _join_run(store, configs, read)
+            await begin_run(store, configs, "sample", sampler_settings(configs))
+            await begin_model(store, configs[ModelConfig].model_name_or_path, "sample")
+            if read is not None and tasks.train_file is not None:
+                await load_read_tasks(store, tasks.train_file, read)
+            if sampling.resample_error_records:
+                await store.claims.reopen_failed(TRAIN_SPLIT)
             await allow_configured_imports(store, configs)
             async with open_worker(store, configs, stop=stop, trains=True) as (worker, router):
                 # Freeze only now: tokenizer, template and tools exist, and later collections leave them out.
@@ -366,41 +361,8 @@ async def sample(configs: Configs) -> None:
                 await store.imports.add(names_outside({groups.group_filter or "", groups.advantage}))
                 await store.settings.begin("chat", worker.chat_format.agreed_settings, "sample")
                 finalizer = GroupFinalizer(store, groups, split=TRAIN_SPLIT, seed=run.seed)
-                admission = AdmissionLimit(sampling, configs[TrainConfig])
-                if sampling.tail_policy == "cut":
-                    config = replace(config, cut_after=admission.max_staleness + 1)
-                sampler = Sampler(
-                    store,
-                    worker,
-                    finalizer,
-                    config,
-                    lambda: admission.groups_allowed(store, router.engines.policy_versions()),
-                )
-                await sampler.run(stop)
 
+                async def groups_allowed() -> GroupLimit:
+                    return await admission.groups_allowed(store, router.engines.policy_versions())
 
-def _selection(tasks: TaskConfig) -> Selection | None:
-    """Return how tasks are selected; None for the order of the epoch."""
-    if tasks.task_selection == ORDER:
-        return None
-    return Selection(tasks.num_train_epochs, by_level=tasks.task_selection == CURRICULUM)
-
-
-async def _read_tasks(configs: Configs) -> ReadResult | None:
-    """Read and check ``--train_file``; None without one."""
-    tasks = configs[TaskConfig]
-    if tasks.train_file is None:
-        return None
-    require_groups(configs[GroupConfig], tasks.num_generations)
-    return await read_source(tasks.train_file, tasks, split=TRAIN_SPLIT, seed=configs[RunConfig].seed)
-
-
-async def _join_run(store: Store, configs: Configs, read: ReadResult | None) -> None:
-    """Begin the run or check its settings, load the tasks ``read``, reopen failed slots if asked to."""
-    train_file = configs[TaskConfig].train_file
-    await begin_run(store, configs, "sample", sampler_settings(configs))
-    await begin_model(store, configs[ModelConfig].model_name_or_path, "sample")
-    if read is not None and train_file is not None:
-        await load_read_tasks(store, train_file, read)
-    if configs[SamplingConfig].resample_error_records:
-        await store.claims.reopen_failed(TRAIN_SPLIT)
+                await Sampler(store, worker, finalizer, config, groups_allowed).run(stop)

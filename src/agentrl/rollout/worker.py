@@ -126,7 +126,12 @@ class Worker:
                 if error.outage is None or is_to_blame:
                     await self._fail(claim, error.kind, error)
                 else:
-                    await self._give_back(claim, error)
+                    # It has waited for too long. Releasing its slot uses up no attempt.
+                    logger.warning(
+                        "slot released: what its trajectory needs stays down",
+                        extra={"record": claim.record_id, "why": failure_text(error)},
+                    )
+                    await self.store.attempts.release(claim)
             except (ConfigError, LeaseLostError, StoreUnavailableError, StoreDeniedError):
                 raise
             except Exception as error:
@@ -137,12 +142,6 @@ class Worker:
             logger.warning("the claim was lost; its result is dropped", extra={"record": claim.record_id})
             span.fail("lease")
         return False
-
-    async def _is_stopping(self) -> bool:
-        """Return whether this process stops. A signal to the process group may end a tool server first."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self.stop.wait(), _SIGNAL_SECONDS)
-        return self.stop.is_set()
 
     async def _run_trajectory(self, claim: Claim, clock: Clock) -> tuple[Rollout, Outcome]:
         # Create the Record before anything can fail: it is where the failure is stored.
@@ -257,19 +256,15 @@ class Worker:
         context = scorer_context(claim.task, rollout, outcome, self.sampling)
         return await self.scoring.score(claim, context, span)
 
-    async def _give_back(self, claim: Claim, error: FailureError) -> None:
-        """Release the slot of a trajectory that has waited for too long; this uses up no attempt."""
-        logger.warning(
-            "slot released: what its trajectory needs stays down",
-            extra={"record": claim.record_id, "why": failure_text(error)},
-        )
-        await self.store.attempts.release(claim)
-
     async def _fail(self, claim: Claim, kind: str, why: Exception | str) -> None:
         message = failure_text(why)
-        if kind in _DEPENDENCIES and await self._is_stopping():
-            logger.info("interrupted", extra={"record": claim.record_id, "why": message})
-            raise asyncio.CancelledError
+        if kind in _DEPENDENCIES:
+            # Wait a moment: a signal to the process group may end a tool server before this process sees it.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.stop.wait(), _SIGNAL_SECONDS)
+            if self.stop.is_set():
+                logger.info("interrupted", extra={"record": claim.record_id, "why": message})
+                raise asyncio.CancelledError
         logger.warning("trajectory failed", extra={"record": claim.record_id, "kind": kind, "why": message})
         try:
             await self.store.attempts.fail(

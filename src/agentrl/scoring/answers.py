@@ -41,7 +41,7 @@ def unchecked(tasks: Sequence[Task]) -> list[str]:
 
 
 async def _problem(task: Task) -> str | None:
-    golds = [gold for gold in (*_listed(task.answer), *task.aug_answers) if gold is not None]
+    golds = _golds(task)
     names = CHECKED.intersection(scorer_weights(task.scorer))
     if not golds or not names:
         return None
@@ -79,8 +79,10 @@ def prompt_texts(task: Task) -> Iterator[str]:
             yield str(message.get("content") or "")
 
 
-def _listed(answer: object) -> Sequence[object]:
-    return answer if isinstance(answer, (list, tuple)) else (answer,)
+def _golds(task: Task) -> list[Any]:
+    """Return the answers that count as right."""
+    answers = task.answer if isinstance(task.answer, (list, tuple)) else (task.answer,)
+    return [gold for gold in (*answers, *task.aug_answers) if gold is not None]
 
 
 LINE = "Answer:"
@@ -152,8 +154,7 @@ def require_readable(task: Task) -> None:
         raise BadTaskError(str(error)) from error
     judged = dict.fromkeys(("agentcpm", "asearcher"), lambda given, gold: 1.0)
     likenesses = {"exact": same, "f1": word_f1, "math": same, **judged}
-    answers = task.answer if isinstance(task.answer, (list, tuple)) else (task.answer,)
-    golds = [gold for gold in (*answers, *task.aug_answers) if gold is not None]
+    golds = _golds(task)
     for name in likenesses.keys() & scorer_weights(task.scorer).keys():
         if not golds and name in judged:
             continue

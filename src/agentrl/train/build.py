@@ -23,7 +23,6 @@ from agentrl.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from agentrl.distributed.apply import parallelize
 from agentrl.distributed.load_shards import load_shards
 from agentrl.distributed.mesh import (
     Layout,
@@ -35,7 +34,7 @@ from agentrl.distributed.mesh import (
     plan_layout,
     single_process,
 )
-from agentrl.distributed.parallel_model import ParallelModel
+from agentrl.distributed.parallel_model import ParallelModel, parallelize
 from agentrl.documents.training import BYTES_PER_TOKEN
 from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.settings import LossSettings
@@ -92,7 +91,14 @@ def build_trainer(
     train, memory = configs[TrainConfig], configs[MemoryConfig]
     precision = precision or step_precision(flags, train, world)
     settings = LossSettings.of_run(configs)
-    layout = _plan_layout(configs, world)
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if world.size == 1 and launched > 1:
+        raise ConfigError(
+            f"{launched} processes were launched, and this command runs in a single one",
+            hint="launch it with one process; `agentrl train` and `agentrl sft` take several",
+        )
+    layout = plan_layout(train, world.size)
+    check_flags(layout, configs[AdapterConfig], memory)
     # Seed every rank alike: each draws the first numbers of the adapters, and keeps its shard of them.
     set_seed(configs[RunConfig].seed)
     policy = _load_policy(configs, weights, precision, world)
@@ -135,19 +141,6 @@ def build_trainer(
         recorded_tokens=int(train.token_statistics_mib * 2**20) // BYTES_PER_TOKEN,
         replay=replay,
     )
-
-
-def _plan_layout(configs: Configs, world: World) -> Layout:
-    """Return how the model is split. Raises ConfigError for flags that this world does not allow."""
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if world.size == 1 and launched > 1:
-        raise ConfigError(
-            f"{launched} processes were launched, and this command runs in a single one",
-            hint="launch it with one process; `agentrl train` and `agentrl sft` take several",
-        )
-    layout = plan_layout(configs[TrainConfig], world.size)
-    check_flags(layout, configs[AdapterConfig], configs[MemoryConfig])
-    return layout
 
 
 def _load_policy(configs: Configs, weights: Path | None, precision: Precision, world: World) -> Policy:

@@ -77,16 +77,17 @@ class Clock:
 
 @dataclass(kw_only=True)
 class DeviceTurns:
-    """Lets one task at a time use the weights: training a step, and copying weights between two steps.
+    """Lets one task at a time use the weights: one trains a step, another copies them between two steps.
 
-    With a lease, an engine uses the same device. The trainer has it from a step's data until the weights are
-    copied to the host; it is built in its first turn.
+    With a lease, an engine uses the same device: the trainer has it from a step's data until the weights are
+    copied to the host.
     """
 
     lease: DeviceLease | None
     controller: Controller
     clock: Clock = field(default_factory=Clock)
     has_device: bool = True
+    """The trainer is built on the device."""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -98,7 +99,7 @@ class DeviceTurns:
     async def turn(self) -> AsyncIterator[None]:
         """Have a turn in the block; then give the device to the engine.
 
-        After an error, which ends training, the device stays here: a checkpoint may be copied from it yet.
+        After an error, which ends training, the trainer keeps the device: it may still copy a checkpoint.
         """
         async with self._lock:
             yield

@@ -727,6 +727,7 @@ def forward_backward(
     )  # fmt: skip
     watch = watch or Stopwatch(model.model.device)
     loss = StepLoss.start(model, forests, settings, options, recorder, data)
+    # A pipeline's stages before the last have no logprobs: they take the gradient of the stage after them.
     for forest, values in model.micro_batches(forests, options, watch):
         part = loss.add(forest, *values)
         watch.lap("forward")

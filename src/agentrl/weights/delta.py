@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
-from safetensors import safe_open
 
 from agentrl.documents.run import FileChecksum
 from agentrl.errors import ModelError, PublishError
@@ -377,6 +376,8 @@ def _names(folder: Path) -> dict[str, Path]:
 
 
 def _read_tensor(file: Path, name: str) -> Tensor:
+    from safetensors import safe_open  # samplers import this module on machines without it
+
     with safe_open(file, "pt") as content:
         tensor: Tensor = content.get_tensor(name)
     return tensor.double()

@@ -109,6 +109,7 @@ def replayed_experts(model: ModelConfig, folder: str) -> ExpertShape | None:
 
 def expert_shape(config: Mapping[str, Any]) -> ExpertShape | None:
     """Return the shape of a mixture's experts by its configuration; None for a dense model."""
+    # Of a vision model, the part for text has the experts.
     text = config.get("text_config") or config
     counts = (text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     experts = next((count for count in counts if isinstance(count, int) and count > 1), None)
@@ -304,6 +305,7 @@ def _base_of(adapter: Path, base: str | None) -> Path:
 
 
 async def _merge(adapter: Path, base: Path, target: Path) -> None:
+    # Merge in a process of its own: this one may have no torch, and would keep the memory.
     command = [sys.executable, "-m", "agentrl.model.merge_adapter", str(adapter), str(base), str(target)]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE

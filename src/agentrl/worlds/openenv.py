@@ -45,7 +45,6 @@ _EXAMPLE = f"env:{NAME}?url=http://127.0.0.1:8000"
 _SCALARS = ("string", "integer", "number", "boolean")
 _CALL = {"tool_name", "arguments"}
 """The fields of the action that calls an MCP tool of the server."""
-_ACTION_EXCERPT = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,21 +276,16 @@ class OpenEnvSession:
                 hint="raise --tool_timeout_seconds",
             )
             try:
-                answer = await self._exchange(json.dumps({"type": kind, "data": data}))
+                # A server without a free session says so before it reads: what it said can still be received.
+                with suppress(ConnectionClosed):
+                    await self._socket.send(json.dumps({"type": kind, "data": data}))
+                answer = await self._socket.recv()
             except ConnectionClosed as error:
                 why = f"OpenEnv server {self.url} closed the connection: {error}"
                 self._over = SessionLostError(why) if self._has_state else OutageError(why)
                 raise self._over from error
             self._over = None
         return self._data(answer)
-
-    async def _exchange(self, message: str) -> Any:
-        """Return the answer. A server without a free session says so before it reads anything."""
-        from websockets.exceptions import ConnectionClosed
-
-        with suppress(ConnectionClosed):  # what it said last can still be received
-            await self._socket.send(message)
-        return await self._socket.recv()
 
     def _data(self, answer: str | bytes) -> Json:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -66,36 +66,31 @@ def right_then_wrong() -> Callable[[str], str]:
 
 
 class Setting:
-    """A sampler on ``store`` with a scripted engine."""
+    """A sampler on ``store`` with a scripted engine, or another ``router``; ``flags`` are of the agent."""
 
     def __init__(
-        self, store: Store, *script: Any, split: str = "train", epochs: int = 1, **flags: Any
-    ) -> None:
+        self, store: Store, *script: Any, split: str = "train", epochs: int = 1, router: Any = None,
+        tools: Any = None, params: SamplingParams | None = None, sampling: SamplingConfig | None = None,
+        claims: Mapping[str, Any] | None = None, environment_timeout: float = 30.0,
+        cut_after: int | None = None, **flags: Any,
+    ) -> None:  # fmt: skip
         self.store = store
         self.engine = ScriptedEngine(format_of(), *script)
-        self.tools = flags.pop("tools", None) or FakeTools()
+        self.tools = tools or FakeTools()
         self.stop = asyncio.Event()
-        environment_timeout = flags.pop("environment_timeout", 30.0)
-        sampling = flags.pop("sampling", SamplingConfig())
-        claims = ClaimConfig(**{"retry_backoff_seconds": 0.01, **flags.pop("claims", {})})
+        leases = ClaimConfig(**{"retry_backoff_seconds": 0.01, **(claims or {})})
         self.worker = Worker(
-            store=store,
-            router=self.engine,
-            tools=self.tools,
-            chat_format=self.engine.chat_format,
-            params=SamplingParams(),
-            seed=7,
-            agent=AgentConfig(**flags),
-            sampling=sampling,
-            claims=claims,
-            stop=self.stop,
+            store=store, router=router or self.engine, tools=self.tools, chat_format=self.engine.chat_format,
+            params=params or SamplingParams(), seed=7, agent=AgentConfig(**flags),
+            sampling=sampling or SamplingConfig(), claims=leases, stop=self.stop,
             environment_timeout=environment_timeout,
-        )
+        )  # fmt: skip
         self.finalizer = GroupFinalizer(store, GroupConfig(), split=split, seed=0)
         plan = EpochPlan(epochs=epochs, seed=0, num_generations=2, shuffle=False)
         config = SamplerConfig(
-            split=split, owner=f"o{id(self)}", concurrency=4, claims=claims, plan=plan, idle_exit_seconds=30
-        )
+            split=split, owner=f"o{id(self)}", concurrency=4, claims=leases, plan=plan, idle_exit_seconds=30,
+            cut_after=cut_after,
+        )  # fmt: skip
         self.sampler = Sampler(store, self.worker, self.finalizer, config, self.allowed)
         self.limit: int | None = None
 

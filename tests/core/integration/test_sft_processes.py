@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from sft_run import losses, write_conversations
 from tiny_policy import write_tiny_policy
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240), pytest.mark.usefixtures("starts_warm")]
@@ -33,10 +33,6 @@ def fine_tune(folder: Path, output: str, *launcher: str, more: tuple[str, ...] =
     return finished.returncode, finished.stdout + finished.stderr
 
 
-def losses(text: str) -> list[float]:
-    return [float(line.split("loss ")[1].split()[0]) for line in text.splitlines() if "  loss " in line]
-
-
 def contents(folder: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
     """The tensors in the files of all ranks, and the names of the other files."""
     files = sorted(folder.glob("*.safetensors"))
@@ -47,12 +43,7 @@ def contents(folder: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
 @pytest.mark.parametrize("more", [(), ("--lora_rank", "3")])
 def test_two_processes_fine_tune_as_one_does(more: tuple[str, ...], tmp_path: Path) -> None:
     write_tiny_policy(tmp_path / "base")
-    lines = []
-    for number in range(40):
-        question = {"role": "user", "content": str(number)}
-        answer = {"role": "assistant", "content": "odd" if number % 2 else "even"}
-        lines.append(json.dumps({"messages": [question, answer]}))
-    (tmp_path / "conversations.jsonl").write_text("\n".join(lines))
+    write_conversations(tmp_path / "conversations.jsonl")
     (code, alone), (codes, together) = (
         fine_tune(tmp_path, "one", more=more),
         fine_tune(tmp_path, "two", *TORCHRUN, more=more),
@@ -73,8 +64,7 @@ def test_two_processes_fine_tune_as_one_does(more: tuple[str, ...], tmp_path: Pa
 @pytest.mark.parametrize("flag", ["lora_rank", "torch_compile"])
 def test_what_two_processes_cannot_train_together_is_told(flag: str, tmp_path: Path) -> None:
     write_tiny_policy(tmp_path / "base")
-    example = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "odd"}]}
-    (tmp_path / "conversations.jsonl").write_text(json.dumps(example))
+    write_conversations(tmp_path / "conversations.jsonl")
     code, output = fine_tune(tmp_path, "two", *TORCHRUN, more=(f"--{flag}", "1", "--tp_size", "2"))
     assert code == 1
     assert re.search(rf"--{flag} (1|True) with --tp_size 2", output)

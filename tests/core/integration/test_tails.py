@@ -5,18 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rollout_fakes import FakeTools, ScriptedEngine, format_of
+from rollout_fakes import ScriptedEngine, format_of
+from test_sampling import Setting, task
 
 from agentrl.columns import pool as pool_module
-from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
-from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
-from agentrl.documents.task import Slot, Task
 from agentrl.inference.engine import Generation
 from agentrl.rollout import housekeeping
-from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer
-from agentrl.rollout.sampler import Sampler, SamplerConfig
-from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -49,12 +44,11 @@ async def test_the_last_trajectory_of_a_group_is_cut_or_carried_after_its_step(
         return steps[-1]
 
     monkeypatch.setattr(store.steps, "last", last_step)
-    await store.tasks.load([
-        Task(id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="1+2?", scorer="exact",
-             answer="3", slots=tuple(Slot(traj_id=i) for i in range(3)))
-    ])  # fmt: skip
+    await store.tasks.load([task("a", slots=3)])
     engine = SlowLast()
-    running = asyncio.create_task(sampler(store, engine, cut_after=2 if policy == "cut" else None))
+    cut_after = 2 if policy == "cut" else None
+    setting = Setting(store, router=engine, agent_name="single_turn", cut_after=cut_after)
+    running = asyncio.create_task(setting.run())
     async with asyncio.timeout(60):
         await engine.waiting.wait()
         await scored(store, 2)
@@ -87,29 +81,3 @@ async def scored(store: Store, count: int) -> None:
         if sum(record.score is not None for record in records) == count:
             return
         await asyncio.sleep(0.05)
-
-
-async def sampler(store: Store, engine: SlowLast, cut_after: int | None) -> None:
-    claims = ClaimConfig(retry_backoff_seconds=0.01)
-    worker = Worker(
-        store=store,
-        router=engine,
-        tools=FakeTools(),
-        chat_format=engine.chat_format,
-        params=SamplingParams(),
-        seed=7,
-        agent=AgentConfig(agent_name="single_turn"),
-        sampling=SamplingConfig(),
-        claims=claims,
-    )
-    plan = EpochPlan(epochs=1, seed=0, num_generations=3, shuffle=False)
-    config = SamplerConfig(
-        split="train", owner="s", concurrency=3, claims=claims, plan=plan, idle_exit_seconds=30,
-        cut_after=cut_after,
-    )  # fmt: skip
-    finalizer = GroupFinalizer(store, GroupConfig(), split="train", seed=0)
-
-    async def no_limit() -> None:
-        return None
-
-    await Sampler(store, worker, finalizer, config, no_limit).run(asyncio.Event())

@@ -31,7 +31,8 @@ from agentrl.store.groups import read_columns
 pytestmark = pytest.mark.integration
 
 TASK = "train/0/late"
-CLAIMS = ClaimConfig(retry_backoff_seconds=0.01, max_attempts=2)
+# Without a back-off: while the oldest Record rests, another one would get the refusals meant for it.
+CLAIMS = ClaimConfig(retry_backoff_seconds=1e-6, max_attempts=2)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Children run in a session of their own, and nothing of it survives a stop."""
+"""Child processes: started, restarted after a crash, ended with their parent, and identified."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import getpass
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,20 @@ from waiting import wait_until
 
 from agentrl.base import processes
 from agentrl.base.processes import (
+    MAX_RESTARTS,
+    SupervisedProcess,
+    Supervisor,
     exit_reason,
     half_of_cores,
     run_child,
+    signal_session,
     start_child,
     start_ticks,
     stop_child,
     tail,
     user_name,
 )
+from agentrl.errors import AgentRLError, ConfigError
 
 LEAVES_A_WORKER = """
 import subprocess, sys
@@ -97,3 +104,182 @@ def test_a_user_without_a_name_is_named_by_its_number(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(getpass, "getuser", no_name)
     assert user_name() == f"user {os.getuid()}"
+
+
+def member(name, code, log=None, *arguments):
+    return SupervisedProcess(name, [sys.executable, "-c", code, *map(str, arguments)], log, dict(os.environ))
+
+
+def pid_in(file):
+    wait_until(lambda: file.exists() and file.read_text())
+    return int(file.read_text())
+
+
+SLEEP = "import time; time.sleep(60)"
+STARTS_A_CHILD = """
+import subprocess, sys, time
+from agentrl.base.processes import start_child
+words = [sys.executable, "-c", "import time; time.sleep(60)"]
+is_guarded = sys.argv[2:] == ["guarded"]
+child = start_child(words, log=None) if is_guarded else subprocess.Popen(words, start_new_session=True)
+open(sys.argv[1], "w").write(str(child.pid))
+time.sleep(60)
+"""
+TELLS_WHEN_IT_STOPS = """
+import signal, sys, time
+order, name, delay, ready = sys.argv[1:]
+def stop(*_):
+    time.sleep(float(delay)); open(order, "a").write(f"{name} "); sys.exit()
+signal.signal(signal.SIGTERM, stop)
+open(ready, "w").close()
+time.sleep(60)
+"""
+SUPERVISES = """
+import sys, time
+from agentrl.base.processes import StoppedBySignalError, SupervisedProcess, Supervisor, raise_on_signals
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+supervisor = Supervisor(print)
+try:
+    with raise_on_signals():
+        try:
+            main = SupervisedProcess("main", [sys.executable, "-c", code], None, {})
+            supervisor.start(main)
+            open(sys.argv[1], "w").write(str(main.process.pid))
+            time.sleep(60)
+        finally:
+            open(sys.argv[2], "w").close()
+            supervisor.stop(50)
+except StoppedBySignalError as stopped:
+    sys.exit(stopped.exit_code)
+"""
+FAR = float("inf")
+
+
+@pytest.fixture
+def supervisor(monkeypatch):
+    monkeypatch.setattr(processes, "_FIRST_DELAY", 0.01)
+    supervisor = Supervisor()
+    yield supervisor
+    supervisor.stop(5)
+
+
+def test_the_main_processes_exit_code_is_returned(supervisor):
+    assert supervisor.run_main(member("main", "raise SystemExit(3)"), deadline=FAR) == 3
+
+
+def test_at_the_deadline_the_main_process_is_asked_to_end(supervisor):
+    code = "import signal,sys,time; signal.signal(signal.SIGTERM, lambda *a: sys.exit(7)); time.sleep(60)"
+    main = member("main", code)
+    exit_code = supervisor.run_main(main, deadline=time.monotonic() + 3.0)
+    assert exit_code == 7
+
+
+def test_a_killed_helper_is_restarted(supervisor):
+    helper = member("helper", SLEEP)
+    supervisor.start(helper)
+    first = helper.process.pid
+    signal_session(helper.process, 9)
+    helper.process.wait(10)
+    supervisor.run_main(member("main", "import time; time.sleep(1)"), deadline=FAR)
+    assert helper.restarts == 1
+    assert helper.process.pid != first
+
+
+def test_a_helper_that_keeps_crashing_ends_the_run_with_its_log(supervisor, tmp_path):
+    supervisor.start(member("helper", "raise SystemExit('no luck today')", tmp_path / "helper.log"))
+    with pytest.raises(AgentRLError, match=f"helper has ended {MAX_RESTARTS + 1} times") as error:
+        supervisor.run_main(member("main", SLEEP), deadline=FAR)
+    assert "no luck today" in str(error.value)
+
+
+def test_a_wait_ends_with_its_event_its_time_or_a_helper_that_cannot_run(supervisor, tmp_path):
+    came, never = threading.Event(), threading.Event()
+    came.set()
+    began = time.monotonic()
+    supervisor.wait(came, 60.0)
+    supervisor.wait(never, 0.1)
+    assert time.monotonic() - began < 30
+    supervisor.start(member("helper", f"raise SystemExit({ConfigError.exit_code})", tmp_path / "helper.log"))
+    with pytest.raises(ConfigError, match="helper cannot run"):
+        supervisor.wait(never, 60.0)
+
+
+def test_helpers_run_until_all_have_ended(supervisor, tmp_path):
+    code = f"import os, sys; path = {str(tmp_path / 'once')!r}\n" + (
+        "if not os.path.exists(path):\n    open(path, 'w').close(); sys.exit(1)\n"
+    )
+    helper = member("helper", code, tmp_path / "helper.log")
+    supervisor.start(helper)
+    helper.process.wait(20)
+    supervisor.run_helpers()
+    assert helper.restarts == 1
+
+
+def test_stop_ends_every_process(supervisor):
+    helpers = [member(f"helper-{n}", SLEEP) for n in range(3)]
+    for helper in helpers:
+        supervisor.start(helper)
+    supervisor.stop(5)
+    assert all(helper.process.returncode is not None for helper in helpers)
+
+
+def test_children_die_with_their_parent(tmp_path):
+    """A child ends when its parent is killed."""
+    starter = member("starter", STARTS_A_CHILD, None, tmp_path / "pid", "guarded")
+    starter.start()
+    child = pid_in(tmp_path / "pid")
+    starter.process.kill()
+    starter.process.wait(10)
+    wait_until(lambda: is_gone(child))
+
+
+def test_a_helper_that_ends_because_of_its_configuration_ends_the_run_with_its_reason(supervisor, tmp_path):
+    code = "import sys; print('agentrl sample: error: no such model\\n  → give one'); sys.exit(2)"
+    helper = member("helper", code, tmp_path / "helper.log")
+    supervisor.start(helper)
+    with pytest.raises(ConfigError, match="helper cannot run: no such model") as error:
+        supervisor.run_main(member("main", SLEEP), deadline=FAR)
+    assert "→ give one" in str(error.value)
+    assert helper.restarts == 0
+
+
+def test_stop_ends_processes_whose_parent_was_killed(supervisor, tmp_path):
+    launcher = member("launcher", STARTS_A_CHILD, None, tmp_path / "pid")
+    supervisor.start(launcher)
+    child = pid_in(tmp_path / "pid")
+    launcher.process.kill()
+    launcher.process.wait(10)
+    supervisor.stop(1)
+    wait_until(lambda: is_gone(child))
+
+
+def test_engines_and_tools_stop_after_the_processes_that_use_them(supervisor, tmp_path):
+    order, ready = tmp_path / "order", [tmp_path / "engine.ready", tmp_path / "sampler.ready"]
+    for file, delay, is_server in zip(ready, ("0", "0.5"), (True, False), strict=True):
+        name = file.stem
+        started = member(name, TELLS_WHEN_IT_STOPS, tmp_path / f"{name}.log", order, name, delay, file)
+        started.is_server = is_server
+        supervisor.start(started)
+    wait_until(lambda: all(file.exists() for file in ready))
+    supervisor.stop(20)
+    assert order.read_text() == "sampler engine "
+
+
+def test_a_second_signal_kills_the_remaining_processes(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", SUPERVISES, tmp_path / "ready", tmp_path / "stopping"])
+    child = pid_in(tmp_path / "ready")
+    process.terminate()
+    wait_until((tmp_path / "stopping").exists)
+    deadline = time.monotonic() + 30
+    while not is_gone(child) and time.monotonic() < deadline:
+        process.terminate()
+        time.sleep(0.5)
+    assert process.wait(10) == 143
+
+
+def is_gone(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True

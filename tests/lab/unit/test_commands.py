@@ -19,7 +19,7 @@ from agentrl.errors import ConfigError
 from agentrl.lab.cli import command_of
 from agentrl.lab.cli_db import parser as db_parser
 from agentrl.lab.flags import BlameConfig, WhatIfConfig
-from agentrl.local.launch import flags_of_variables
+from agentrl.local.cli import flags_of_variables
 
 HAND_PARSED = (
     "agentrl audit", "agentrl dashboard", "agentrl db", "agentrl fork", "agentrl mongo", "agentrl parity",

@@ -20,7 +20,7 @@ from agentrl.lab.cli_db import parser as db_parser
 from agentrl.screens.cli import dashboard_parser
 from agentrl.store.mechanics.connection import Connection
 from agentrl.tools.config import load_servers
-from agentrl.worlds.cli.tools import parser as tools_parser
+from agentrl.worlds.cli import parser as tools_parser
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"

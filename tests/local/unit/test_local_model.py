@@ -23,11 +23,13 @@ from agentrl.local.engine.__main__ import run_local_server
 LOAD = """
 import sys, torch
 from agentrl.local.engine.model import LocalModel
-model = LocalModel(sys.argv[1], dtype=getattr(torch, sys.argv[2]), device=torch.device("cpu"))
-model._check_against_plain_attention()
-print(model.dtype, type(model._model.model.layers[0].mlp.up_proj).__name__)
+for dtype in sys.argv[2:]:
+    model = LocalModel(sys.argv[1], dtype=getattr(torch, dtype), device=torch.device("cpu"))
+    model._check_against_plain_attention()
+    print(dtype, model.dtype, type(model._model.model.layers[0].mlp.up_proj).__name__)
 """
 ORDINARY = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +37,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_policy(tmp_path_factory.mktemp("model") / "tiny", hidden_size=256)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_an_ordinary_cpu_holds_weights_in_float32_and_packs_them(folder: Path, dtype: str) -> None:
+@pytest.fixture(scope="module")
+def on_an_ordinary_cpu(folder: Path) -> dict[str, list[str]]:
+    """What such a CPU holds for each dtype; in one process of its own, as torch reads the variables once."""
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(folder), dtype], env={**os.environ, **ORDINARY},
+        [sys.executable, "-c", LOAD, str(folder), *DTYPES], env={**os.environ, **ORDINARY},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["torch.float32", "PackedLinear"]
+    return {dtype: words for dtype, *words in map(str.split, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_ordinary_cpu_holds_weights_in_float32_and_packs_them(
+    dtype: str, on_an_ordinary_cpu: dict[str, list[str]]
+) -> None:
+    assert on_an_ordinary_cpu[dtype] == ["torch.float32", "PackedLinear"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The YAML file of a harness: what it may say, and what is refused before anything is claimed."""
+"""The YAML file of a harness: what it says, what is refused before a claim; and the scores that it leaves."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from agentrl.documents.record import Ending
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, HarnessError
 from agentrl.rollout.agent_io import agent_cfg_path
 from agentrl.rollout.agents import check_agent
+from agentrl.worlds.harness.agent import _read_score
 from agentrl.worlds.harness.prepare import HarnessConfig, HarnessFile, find_program, folders_of, prepare
 
 BAD = {
@@ -121,3 +122,17 @@ def test_the_folders_of_a_script_are_those_of_its_interpreter(tmp_path: Path) ->
     script.write_text(f"#!{venv}/bin/python\n")
     assert set(folders_of(str(script))) == {str(venv), str(base)}
     assert list(folders_of("/usr/bin/env")) == []
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    "text", ["9" * 311, "9" * 5000, "[" * 200_000, "1e999", "NaN", '"\\ud800"', '{"score": true}', ""]
+)
+def test_a_text_that_is_no_score_is_named(text: str) -> None:
+    with pytest.raises(HarnessError, match=r"the file 'score' holds .*, not a score"):
+        _read_score(text, "the file 'score'")
+
+
+def test_a_score_may_have_details_that_bson_cannot_hold() -> None:
+    result = _read_score('{"score": 1, "details": {"\\ud800": [1' + "0" * 311 + "]}}", "the file")
+    assert (result.score, result.details) == (1.0, {"?": ["1" + "0" * 311]})

@@ -30,7 +30,7 @@ from agentrl.inference.client import (
     vocab_size_of,
 )
 from agentrl.inference.engine import EngineRefusedError, known_format
-from agentrl.weights.folder import read_header, tensor_files
+from agentrl.weights.folder import checksums, read_header, tensor_files
 
 _FLUSH_TRIES, _FLUSH_SECONDS = 10, 0.2
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)$", re.MULTILINE)
@@ -299,8 +299,6 @@ class AttachedEngine:
 
 def _difference(served: Path, wanted: Path) -> str | None:
     """Return how the model in ``served`` differs from that in ``wanted``; None if they are the same."""
-    from agentrl.weights.folder import checksums, tensor_files
-
     if served.resolve() == wanted.resolve():
         return None
     if not served.is_dir():

@@ -38,7 +38,7 @@ _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's ``--max-lora-rank``."""
 
 
-def why_merged(engine: str, folder: str, adapter: AdapterConfig, *, has_gpu: bool) -> str | None:
+def why_merged(engine: str, folder: str, adapter: AdapterConfig) -> str | None:
     """Return why ``engine`` gets adapters merged into the weights of ``folder``; None if it loads them."""
     if adapter.lora_rank == 0 and engine != "local":
         return f"{engine} was started without --lora_rank, and the run had no trainer yet"
@@ -50,16 +50,16 @@ def why_merged(engine: str, folder: str, adapter: AdapterConfig, *, has_gpu: boo
     if any("expert" in key and value for key, value in config.items()):
         return f"{engine} adapts the experts of a mixture in other ways than the trainer"
     if engine == "vllm":
-        if not has_gpu:
+        if not has_gpu():
             return "vLLM's adapters need a GPU"
         return None if adapter.lora_rank <= _VLLM_RANKS[-1] else f"vLLM's ranks end at {_VLLM_RANKS[-1]}"
     unknown = sorted(_target_layers(folder, adapter) - _SGLANG_LAYERS)
     return f"SGLang adapts no layers named {', '.join(unknown)}" if unknown else None
 
 
-def lora_arguments(engine: str, folder: str, adapter: AdapterConfig, *, has_gpu: bool) -> list[str]:
+def _lora_arguments(engine: str, folder: str, adapter: AdapterConfig) -> list[str]:
     """Return the arguments of a server of ``engine`` that loads the run's adapters by itself."""
-    if engine == "local" or why_merged(engine, folder, adapter, has_gpu=has_gpu) is not None:
+    if engine == "local" or why_merged(engine, folder, adapter) is not None:
         return []
     if engine == "vllm":
         rank = next(rank for rank in _VLLM_RANKS if rank >= adapter.lora_rank)
@@ -67,7 +67,7 @@ def lora_arguments(engine: str, folder: str, adapter: AdapterConfig, *, has_gpu:
     layers = sorted(_target_layers(folder, adapter))
     return [
         *("--enable-lora", "--max-lora-rank", str(adapter.lora_rank), "--lora-target-modules", *layers),
-        *(() if has_gpu else ("--lora-backend", "torch_native")),
+        *(() if has_gpu() else ("--lora-backend", "torch_native")),
     ]
 
 
@@ -137,7 +137,7 @@ def engine_command(
     built = command(folder, model, config, port=port, instance=instance)
     if adapter is None or adapter.lora_rank == 0:
         return built
-    lora = lora_arguments(config.engine, folder, adapter, has_gpu=has_gpu())
+    lora = _lora_arguments(config.engine, folder, adapter)
     env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"} if lora and config.engine == "vllm" else {}
     return replace(built, argv=[*built.argv, *lora], env={**built.env, **env})
 

@@ -434,7 +434,10 @@ class LocalModel:
         """
         if _content(load_config(folder)) != _content(self._config):
             model = LocalModel(folder, dtype=self._rounded_to, device=self.device, fp8=self._fp8)
-            self._check_same_shape(model)
+            for name in ("vocabulary", "layers", "kv_heads", "head_dim"):  # of the cache, which stays
+                ours, theirs = getattr(self._shape, name), getattr(model._shape, name)
+                if ours != theirs:
+                    raise ModelError(f"{folder} has another shape: {name} {theirs} instead of {ours}")
             return model
         return self._with(folder, self._rounded_to or getattr(torch, stored_dtype(Path(folder))))
 
@@ -498,13 +501,6 @@ class LocalModel:
             device=self.device,
             experts=self._experts if self._chosen else None,
         )
-
-    def _check_same_shape(self, other: LocalModel) -> None:
-        """Raise ModelError unless ``other`` can replace this model on the same cache."""
-        for name in ("vocabulary", "layers", "kv_heads", "head_dim"):
-            ours, theirs = getattr(self._shape, name), getattr(other._shape, name)
-            if ours != theirs:
-                raise ModelError(f"{other.folder} has another shape: {name} {theirs} instead of {ours}")
 
     def forward(self, chunks: Sequence[Chunk], cache: KVCache) -> Tensor:
         """Compute ``chunks``, at most one per sequence, and store their keys and values.

@@ -250,10 +250,12 @@ class Scheduler:
                 return
             prompt = request.tokens[: request.length]
             match = self.cache.match(prompt, request.adapter)
+            # Wait for the running request that computes this prefix: copying it then is cheaper.
             if match.pending > match.length:
                 continue
             rows = min(request.length + _FIRST_ROWS, len(request.tokens))
             slot = self.cache.acquire(prompt, match, rows, request.adapter)
+            # Admit no later one instead: short requests would keep a long one waiting for ever.
             if slot is None:
                 return
             request.slot = slot
@@ -279,6 +281,7 @@ class Scheduler:
             ids = request.tokens[slot.computed : slot.computed + count]
             planned.append((request, Chunk(slot, slot.computed, ids, count == missing, request.images)))
         kept = [(request, chunk) for request, chunk in planned if request.slot is chunk.slot]
+        # Put the rows of one adapter side by side: they are one product then.
         kept.sort(key=lambda item: "" if item[0].adapter is None else item[0].adapter.name)
         return kept, [request.sampler for request, chunk in kept if chunk.wants_logits]
 

@@ -154,6 +154,7 @@ class EngineWorker:
     def _run(self) -> None:
         scheduler = self.scheduler
         while True:
+            # Block only without work: with some, calls are taken between two steps.
             calls = [] if scheduler.has_work else [self._calls.get()]
             while not self._calls.empty():
                 calls.append(self._calls.get())
@@ -448,8 +449,8 @@ class LocalEngineServer:
         worker: EngineWorker,
         model: LocalModel,
         context_length: int,
-        instance: str | None = None,
-        tokenizer: Callable[[], Tokenizer] | None = None,
+        instance: str | None,
+        tokenizer: Callable[[], Tokenizer],
     ) -> None:
         """``tokenizer`` is called for requests with stop strings only."""
         self._worker = worker
@@ -649,13 +650,7 @@ class LocalEngineServer:
         try:
             params, options = read_params(values)
             stops = read_stops(options["stop"])
-            if stops and self._tokenizer is None:
-                raise ValueError("the local engine has no tokenizer for the sampling parameter stop")
-            return (
-                params,
-                options,
-                StopStrings(self._tokenizer(), stops) if stops and self._tokenizer else None,
-            )
+            return params, options, StopStrings(self._tokenizer(), stops) if stops else None
         except (ValueError, TypeError, AgentRLError) as error:
             raise BadRequestError(str(error)) from error
 

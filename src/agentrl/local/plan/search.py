@@ -34,11 +34,11 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.config.training import PlanConfig
-from agentrl.distributed.apply import layer_styles
 from agentrl.distributed.context_parallel import check_context
 from agentrl.distributed.expert_parallel import check_experts
 from agentrl.distributed.fsdp import GradientReduction
 from agentrl.distributed.mesh import DIMENSIONS, Layout, check_flags
+from agentrl.distributed.parallel_model import layer_styles
 from agentrl.distributed.pipeline_stages import assign_model_layers, check_stages
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.inference.engines.commands import COLOCATED_MEMORY

@@ -31,7 +31,6 @@ from agentrl.tools.mcp.content import (
 _CONNECT_SECONDS = 30.0
 _SPARE_CONNECTIONS = 16
 """Connections for event streams and control requests, beside those of calls."""
-_MESSAGES = ("application/json", "text/event-stream")
 _EXCERPT = 200
 
 

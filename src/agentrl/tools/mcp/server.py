@@ -68,7 +68,7 @@ class McpServer(ToolServer, ABC):
         is_process = isinstance(spec, StdioSpec)
         self._slots = asyncio.Semaphore(_PARALLEL_STARTS if is_process else self._connections)
         self._http: httpx2.AsyncClient | None = None
-        self._backoff = Backoff(f"tool server {spec.name}", 1.0, _MAX_BACKOFF_SECONDS)
+        self._backoff = Backoff(f"tool server {spec.name}", 1.0, _MAX_BACKOFF_SECONDS, jitter=0.25)
         self._problem: ConnectionError = ConnectionError("it is not connected")
         self._again_at = 0.0
         self._closing: set[asyncio.Task[None]] = set()

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final, Self, TypeVar
 from agentrl.base.registry import Registry
 from agentrl.documents.record import CommandRun, Ending
 from agentrl.errors import Dependency, DependencyKind, ToolServerError
+from agentrl.worlds.containers.output import Output
 
 OUTPUT_BYTES: Final = 1 << 20
 COPY_BYTES: Final = 4 << 30
@@ -84,6 +85,16 @@ class Execution:
     stdout_bytes: int = 0
     """Bytes of standard output, with those left out of ``stdout``."""
     stderr_bytes: int = 0
+
+    @classmethod
+    def of(
+        cls, stdout: Output, stderr: Output, *, exit_code: int, exceeded: str | None, seconds: float
+    ) -> Self:
+        """Return what a program did whose back end does not see its memory."""
+        return cls(
+            stdout=stdout.text, stderr=stderr.text, exit_code=exit_code, exceeded=exceeded, seconds=seconds,
+            memory_mb=0.0, stdout_bytes=stdout.total, stderr_bytes=stderr.total,
+        )  # fmt: skip
 
     @property
     def succeeded(self) -> bool:

@@ -345,11 +345,10 @@ class DockerContainer(Container):
                 await asyncio.shield(self._kill(client.pid, user))
         if client.pid is None and client.exceeded is None:
             raise docker_failed("exec", client.stderr.text)
-        return Execution(
-            stdout=client.stdout.text, stderr=client.stderr.text, exit_code=client.code,
-            exceeded=client.exceeded or await self._exceeded(client.code), seconds=client.seconds,
-            memory_mb=0.0, stdout_bytes=client.stdout.total, stderr_bytes=client.stderr.total,
-        )  # fmt: skip
+        exceeded = client.exceeded or await self._exceeded(client.code)
+        return Execution.of(
+            client.stdout, client.stderr, exit_code=client.code, exceeded=exceeded, seconds=client.seconds
+        )
 
     async def _kill(self, pid: int, user: str | None) -> None:
         """Kill a command: as its user where root has no right to."""

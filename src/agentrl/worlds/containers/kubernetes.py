@@ -411,10 +411,9 @@ class KubernetesContainer(Container):
         if running.pid is None and running.exceeded is None:
             why = running.stderr.text.strip()[-300:]
             raise ToolServerError(f"no command starts in the pod {self._pod}: {why}")
-        return Execution(
-            stdout=running.stdout.text, stderr=running.stderr.text, exit_code=running.code,
-            exceeded=running.exceeded, seconds=time.monotonic() - started, memory_mb=0.0,
-            stdout_bytes=running.stdout.total, stderr_bytes=running.stderr.total,
+        return Execution.of(
+            running.stdout, running.stderr, exit_code=running.code, exceeded=running.exceeded,
+            seconds=time.monotonic() - started,
         )  # fmt: skip
 
     def _script(self, environment: Mapping[str, str], workdir: str | None) -> bytes:

@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from agentrl.base.atomic_folder import scratch_folder
 from agentrl.base.untrusted_folder import DEEPEST, discard, lies_in
@@ -64,12 +64,6 @@ def _user(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _at_least_one(number: int) -> int:
-    if number < 1:
-        raise wrong("at least 1")
-    return number
-
-
 def _image_name(name: str) -> str:
     if name.startswith("-"):
         raise wrong("the name of an image")
@@ -83,7 +77,7 @@ def _variable(name: str) -> str:
 
 
 Variables = Mapping[Annotated[str, AfterValidator(_variable)], PlainText]
-Megabytes = Annotated[int, BeforeValidator(_megabytes), AfterValidator(_at_least_one)]
+Megabytes = Annotated[int, BeforeValidator(_megabytes), Field(ge=1)]
 User = Annotated[Text, BeforeValidator(_user)]
 """A name or a number."""
 

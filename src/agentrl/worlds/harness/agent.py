@@ -470,8 +470,14 @@ class CommandAgent:
                     secrets=secrets,
                 )
                 answers = await is_up(endpoint.base_url)  # here: a trial ends its gateway with its endpoint
-            run = _checked(run, rollout)
-            await _keep(rollout, session, run, secrets)
+            # Exit code 0 without a model call says nothing of the policy.
+            if run.ended is Ending.EXITED and not rollout.turns:
+                run = replace(run, ended=Ending.NO_CALLS)
+            changes = await session.changes()
+            rollout.harness_run = HarnessRun(
+                run=run, changed_files=changes.files, changes=changes.count,
+                diff=hide(changes.diff, secrets),
+            )  # fmt: skip
             stopped_by = STOPPED.get(endpoint.result.stopped_by or "")
             if stopped_by is None and run.ended is not Ending.EXITED:
                 failure = _failure(prepared, run)
@@ -576,21 +582,6 @@ def _filled(text: str, variables: dict[str, str]) -> str:
     """Replace ``${AGENTRL_…}`` by its value; other variables stay as they are."""
     return string.Template(text).safe_substitute(
         {name: value for name, value in variables.items() if name.startswith("AGENTRL_")}
-    )
-
-
-def _checked(run: CommandRun, rollout: Rollout) -> CommandRun:
-    """Return the run, with its own ending if the harness has never called the model."""
-    if run.ended is not Ending.EXITED or rollout.turns:
-        return run
-    return replace(run, ended=Ending.NO_CALLS)
-
-
-async def _keep(rollout: Rollout, session: Session, run: CommandRun, secrets: tuple[str, ...]) -> None:
-    """Let the Record show the run and what it changed."""
-    changes = await session.changes()
-    rollout.harness_run = HarnessRun(
-        run=run, changed_files=changes.files, changes=changes.count, diff=hide(changes.diff, secrets)
     )
 
 

@@ -39,9 +39,8 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import AdapterConfig, MemoryConfig, OptimConfig, TrainConfig
 from agentrl.data.planner import PrefixMerging, build_micro_batches
-from agentrl.distributed.apply import parallelize
 from agentrl.distributed.mesh import build_mesh, leave_processes, plan_layout
-from agentrl.distributed.parallel_model import ParallelModel
+from agentrl.distributed.parallel_model import ParallelModel, parallelize
 from agentrl.distributed.pipeline_stages import tied_weight
 from agentrl.documents.model_call import ExpertShape
 from agentrl.documents.training import DBRecordData

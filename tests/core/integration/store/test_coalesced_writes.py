@@ -6,17 +6,17 @@ import asyncio
 import dataclasses
 
 import pytest
+from made_documents import made_call
+from test_store_claims import make_tasks
 
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     ToolExecution,
-    VersionSpan,
-    pack_floats,
     pack_ids,
 )
 from agentrl.documents.record import Failure
-from agentrl.documents.status import CallStatus, RecordStatus, TaskStatus
-from agentrl.documents.task import Claim, Slot, Task, task_key
+from agentrl.documents.status import RecordStatus, TaskStatus
+from agentrl.documents.task import Claim
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store.client import Store
 
@@ -25,30 +25,16 @@ COUNT = 12
 
 
 def make_call(claim: Claim, index: int) -> DispatchedSamplingTask:
-    return DispatchedSamplingTask(
-        id=f"{claim.record_id}/{index}", record=claim.record_id, index=index,
-        parent=f"{claim.record_id}/{index - 1}" if index else None, status=CallStatus.COMPLETED,
+    return made_call(
+        claim.record_id, index, parent=index - 1 if index else None, context=(1, 2, 3), output=(4, 5),
         messages=({"role": "tool", "execution": 0},) if index else ({"role": "user", "content": "?"},),
-        response={"content": "!"}, finish_reason="stop", versions=(VersionSpan(version=2, start=0, end=2),),
         tool_executions=(ToolExecution(name="add", arguments={}, result="3", error=True, seconds=0.1),),
-        prompt_tokens=3, generated_tokens=2, engine="e", generate_seconds=0.1,
-        context_ids=pack_ids([1, 2, 3]),
-        output_ids=pack_ids([4, 5]), logprobs=pack_floats([-0.5, -1.0]),
     )  # fmt: skip
 
 
 async def claim_all(store: Store) -> list[Claim]:
     """``COUNT`` claims on groups of two, made at the same time, with running Records."""
-    slots = tuple(Slot(traj_id=number) for number in range(2))
-    await store.tasks.load(
-        [
-            Task(
-                id=task_key("train", 0, str(order)), task_id=str(order), split="train", epoch=0, order=order,
-                query="?", slots=slots,
-            )
-            for order in range(COUNT // 2)
-        ]
-    )  # fmt: skip
+    await store.tasks.load(make_tasks(COUNT // 2))
     claims = await asyncio.gather(
         *(
             store.claims.claim(split="train", owner=f"w{number}", lease_seconds=60, max_groups_open=COUNT)

@@ -8,10 +8,11 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import pytest
+from made_documents import open_task
 
 from agentrl.documents.record import GatewayCall
 from agentrl.documents.run import EpochOpening
-from agentrl.documents.task import Claim, Slot, Task, task_key
+from agentrl.documents.task import Claim
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError, StoreUnavailableError
 from agentrl.store.client import Store
 from agentrl.store.epochs import EpochLeases
@@ -80,11 +81,7 @@ class OfEpoch(Kind):
 class OfSlot(Kind):
     async def take(self, owner: str, seconds: float) -> Claim | None:
         if await self.store.epochs.count("train", 0) == 0:
-            key = task_key("train", 0, "a")
-            task = Task(
-                id=key, task_id="a", split="train", epoch=0, order=0, query="?", slots=(Slot(traj_id=0),)
-            )
-            await self.store.tasks.load([task])
+            await self.store.tasks.load([open_task()])
         return await self.store.claims.claim(split="train", owner=owner, lease_seconds=seconds)
 
     async def renew(self, held: Claim, seconds: float) -> None:

@@ -8,13 +8,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from made_documents import open_task
 from ready_data import statuses
 from training_data import group, sampled_by
 
 from agentrl.data.stream import DataStream, Freshness, StepData, StreamSettings
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import DataStatus
-from agentrl.documents.task import Slot, Task, task_key
+from agentrl.documents.task import task_key
 from agentrl.store.client import Store
 from agentrl.store.steps import StaleVersions
 
@@ -41,9 +42,7 @@ async def add(
 ) -> list[str]:
     """A group made at ``minute``, a trajectory for each of ``versions``; ``fields`` are those of each."""
     size = len(versions)
-    slots = tuple(Slot(traj_id=traj) for traj in range(size))
-    task = Task(id=key(name), task_id=name, split="train", epoch=0, order=order, query="?", slots=slots)
-    await store.tasks.load([task])
+    await store.tasks.load([open_task(name, size, order=order)])
     moment = BEGIN + timedelta(minutes=minute)
     items = [
         replace(sampled_by(item, *sampled), created_at=moment, **fields)

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 
 import pymongo.monitoring
 import pytest
+from made_documents import open_task
 from ready_data import finalize
 
 from agentrl.config.schema import RunConfig
@@ -19,7 +20,7 @@ from agentrl.documents import record as document_record
 from agentrl.documents import task as document_task
 from agentrl.documents.record import Failure, Record
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
-from agentrl.documents.task import Claim, Slot, Task, task_key
+from agentrl.documents.task import Claim, Slot, Task
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store import claims
@@ -54,12 +55,9 @@ pymongo.monitoring.register(COMMANDS)
 
 def make_tasks(count: int, generations: int = 2, epoch: int = 0) -> list[Task]:
     return [
-        Task(
-            id=task_key("train", epoch, str(number)), task_id=str(number), split="train", epoch=epoch,
-            order=number, query="?", slots=tuple(Slot(traj_id=traj) for traj in range(generations)),
-        )
+        open_task(str(number), generations, id=f"train/{epoch}/{number}", epoch=epoch, order=number)
         for number in range(count)
-    ]  # fmt: skip
+    ]
 
 
 async def take(

@@ -7,13 +7,14 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
+from made_documents import made_call, open_task
 from ready_data import finalize, ready_data, statuses
 
 from agentrl.base.processes import ProcessIdentity
 from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
 from agentrl.documents.run import FileChecksum, LiveShare, LiveWeights, PolicyVersion
-from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, StepStatus, TaskStatus
-from agentrl.documents.task import Claim, Slot, Task, task_key
+from agentrl.documents.status import DataStatus, RecordStatus, StepStatus, TaskStatus
+from agentrl.documents.task import Claim, task_key
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainStep
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store.client import Store
@@ -24,13 +25,10 @@ pytestmark = pytest.mark.integration
 
 
 def make_call(claim: Claim, index: int, size: int = 3, version: int = 1) -> DispatchedSamplingTask:
-    return DispatchedSamplingTask(
-        id=f"{claim.record_id}/{index}", record=claim.record_id, index=index,
-        parent=f"{claim.record_id}/{index - 1}" if index else None, status=CallStatus.COMPLETED,
-        messages=({"role": "user", "content": "?"},), response={"content": "!", "tool_calls": []},
-        finish_reason="stop", versions=(VersionSpan(version=version, start=0, end=size),),
-        prompt_tokens=5, generated_tokens=size, engine="e", generate_seconds=0.1,
-        context_ids=pack_ids([1, 2]), output_ids=pack_ids(range(size)), logprobs=pack_floats([-0.5] * size),
+    return made_call(
+        claim.record_id, index, parent=index - 1 if index else None, output=range(size),
+        messages=({"role": "user", "content": "?"},),
+        versions=(VersionSpan(version=version, start=0, end=size),),
     )  # fmt: skip
 
 
@@ -51,10 +49,7 @@ def make_step(number: int, data: list[str], attempt: str = "a") -> TrainStep:
 
 
 async def begin(store: Store, number: int = 0, generations: int = 2) -> list[Claim]:
-    key = task_key("train", 0, str(number))
-    slots = tuple(Slot(traj_id=traj) for traj in range(generations))
-    task = Task(id=key, task_id=str(number), split="train", epoch=0, order=number, query="?", slots=slots)
-    await store.tasks.load([task])
+    await store.tasks.load([open_task(str(number), generations, order=number)])
     claims = []
     for _ in range(generations):
         claim = await store.claims.claim(split="train", owner="s", lease_seconds=60)

@@ -42,7 +42,6 @@ SEARCH = tool_server("search")
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker_module, "FIRST_PROBE_SECONDS", 0.01)
     monkeypatch.setattr(breaker_module, "LONGEST_PROBE_SECONDS", 0.02)
-    monkeypatch.setattr("agentrl.columns.outages.FIRST_PROBE_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -259,6 +258,7 @@ async def test_claims_leave_out_what_is_down_until_a_probe_is_due(
     outages: Outages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(breaker_module, "FIRST_PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(breaker_module, "LONGEST_PROBE_SECONDS", 0.1)
     fail(outages.breaker(SEARCH))
     lose_judge(outages)
     needs = outages.needs_down()
@@ -275,6 +275,7 @@ async def test_nothing_is_claimed_while_the_engines_are_down_and_trajectories_wa
     outages: Outages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(breaker_module, "FIRST_PROBE_SECONDS", 0.05)
+    monkeypatch.setattr(breaker_module, "LONGEST_PROBE_SECONDS", 0.05)
     assert not outages.blocks_claims(running=3)
     fail(outages.breaker(ENGINES))
     assert outages.blocks_claims(running=0)

@@ -1,19 +1,37 @@
-"""Test TokenForests from training data: layout, invariants, refusals."""
+"""Test TokenForests from training data: layout, invariants, refusals, cuts and routing."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import path_to
+from tiny_models import chains, path_to, tree
 
-from agentrl.data.forest import TokenForest, concatenate, forest_from_data, forest_from_sequences, restrict
-from agentrl.documents.model_call import SamplingMask, pack_floats, pack_ids
+from agentrl.data.forest import (
+    TokenForest,
+    concatenate,
+    forest_from_data,
+    forest_from_sequences,
+    join,
+    merge_prefixes,
+    restrict,
+)
+from agentrl.data.planner import build_micro_batches
+from agentrl.documents.model_call import (
+    ExpertShape,
+    SamplingMask,
+    pack_floats,
+    pack_ids,
+    pack_routing,
+    unpack_ids,
+)
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.errors import ForestError
+from agentrl.train.step import routing_metrics
 
 
 def training_data(
@@ -191,3 +209,123 @@ def test_ages_belong_to_tokens_and_stay_with_them() -> None:
     assert forest_from_data([item]).age.tolist() == [0, 0, 0]
     with pytest.raises(ForestError, match="policy version 21 has no age"):
         forest_from_data([item], ages={20: 0})
+
+
+SEQUENCE = st.lists(st.integers(0, 2), min_size=2, max_size=8).flatmap(
+    lambda ids: st.tuples(st.just(ids), st.integers(1, len(ids)))
+)
+SEQUENCES = st.lists(SEQUENCE, min_size=1, max_size=8)
+
+
+def ids_to(forest: TokenForest, index: int) -> tuple[int, ...]:
+    """The ids from the root to a token."""
+    return tuple(forest.input_ids[path_to(forest, index)].tolist())
+
+
+@given(SEQUENCES)
+def test_context_is_kept_once_generated_tokens_per_trajectory(sequences: list[tuple[list[int], int]]) -> None:
+    forest = forest_from_sequences(
+        [ids for ids, _ in sequences], [[i >= first for i in range(len(ids))] for ids, first in sequences]
+    )
+    shared = merge_prefixes(forest)
+    prefixes = {
+        (tuple(ids[:end]), number if end > first and len(sequences) > 1 else -1)
+        for number, (ids, first) in enumerate(sequences)
+        for end in range(1, len(ids) + 1)
+    }
+    assert sorted(ids_to(shared, i) for i in range(shared.tokens)) == sorted(ids for ids, _ in prefixes)
+    assert shared.row.tolist() == forest.row.tolist()
+    assert shared.trajectories == len(sequences)
+    for old, new in zip(forest.target, shared.target, strict=True):
+        assert ids_to(shared, int(new)) == ids_to(forest, int(old))
+    index = np.arange(shared.tokens)
+    for query in index:
+        seen = index[(index <= query) & (query < shared.subtree_end)]
+        assert tuple(shared.input_ids[seen].tolist()) == ids_to(shared, int(query))
+        assert shared.position_ids[query] == len(seen) - 1
+    again = merge_prefixes(shared)
+    assert again.input_ids.tolist() == shared.input_ids.tolist()
+
+
+def test_one_trajectory_shares_what_it_generated_too() -> None:
+    whole = forest_from_sequences([[1, 2, 3, 4]], [[False, False, True, True]])
+    assert merge_prefixes(whole).owner.tolist() == [-1, -1, 0, 0]
+    twice = forest_from_sequences([[1, 2, 3]] * 2, [[False, True, True]] * 2)
+    assert merge_prefixes(twice).tokens == 5
+
+
+def test_a_token_of_two_calls_keeps_the_temperature_of_each() -> None:
+    """A trajectory said the same after the same prompt at two temperatures: one token, two labels."""
+    calls = [
+        forest_from_sequences([[1, 2, 3]], [[False, True, True]], temperature=temperature)
+        for temperature in (0.5, 1.0)
+    ]
+    shared = merge_prefixes(join(calls))
+    assert (shared.tokens, shared.trajectories) == (3, 1)
+    assert shared.target.tolist() == [1, 2, 1, 2]
+    assert shared.temperature.tolist() == [0.5, 0.5, 1.0, 1.0]
+    second = restrict(shared, np.array([False, False, False, True]))
+    assert (second.temperature.tolist(), second.input_ids.tolist()) == ([1.0], [1, 2, 3])
+
+
+SHAPE = ExpertShape(layers=2, top_k=2, experts=90)
+
+
+def by_id(ids: np.ndarray, offset: int = 0) -> np.ndarray:
+    """Experts that say which id they belong to."""
+    first = ids[:, None, None] + offset + np.arange(SHAPE.layers)[None, :, None]
+    return np.concatenate([first, first + 1], -1)
+
+
+def routed(data: DBRecordData, offset: int = 0) -> DBRecordData:
+    return replace(data, routing=pack_routing(by_id(unpack_ids(data.input_ids), offset)))
+
+
+def assert_own(forest: TokenForest) -> None:
+    assert (forest.routing.experts == by_id(forest.input_ids)).all()
+
+
+@pytest.mark.parametrize("merging", ["off", "trajectory", "group"])
+def test_tokens_keep_their_experts(merging: Any) -> None:
+    data = [routed(item) for item in [tree(), *chains()]]
+    forests = build_micro_batches(data, 30, vocab_size=61, merging=merging, experts=SHAPE, ages={0: 0, 1: 0})
+    assert len(forests) > 1
+    for forest in forests:
+        assert_own(forest)
+    assert routing_metrics(forests, 0.25) == {
+        "router_replayed": 1.0, "router_differs": 0.25, "router_merge_differs": 0.0
+    }  # fmt: skip
+
+
+def group(*routings: int | None) -> list[TokenForest]:
+    """One micro-batch of trajectories with equal prompts, each with its own experts, or with none."""
+    made = []
+    for number, offset in enumerate(routings):
+        item = replace(chains(count=1)[0], id=f"t{number}", record=f"t{number}", task="group")
+        ids = unpack_ids(item.input_ids).copy()
+        ids[-1] = number
+        item = replace(item, input_ids=pack_ids(ids))
+        made.append(item if offset is None else routed(item, offset))
+    return build_micro_batches(made, 200, vocab_size=61, experts=SHAPE, ages={0: 0, 1: 0})
+
+
+def test_a_merged_token_has_the_experts_of_the_first_that_has_some() -> None:
+    (forest,) = group(None, 0, 7)
+    prompt = int(np.flatnonzero(forest.owner >= 0)[0])
+    assert prompt > 0
+    assert (forest.routing.experts[:prompt] == by_id(forest.input_ids)[:prompt]).all()
+    assert (forest.routing.merged, forest.routing.differing) == (prompt, prompt)
+    assert routing_metrics([forest], 0.0)["router_merge_differs"] == 1.0
+    first = forest.owner == 0
+    assert (forest.routing.experts[first] == -1).all()
+    assert routing_metrics([forest], 0.0)["router_replayed"] == 1 - first.sum() / forest.tokens
+
+
+def test_a_routing_of_another_model_is_logged_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    data = routed(tree())
+    assert forest_from_data([data], experts=replace(SHAPE, layers=3)).routing is None
+    assert "2 layers with 2 experts a token, not 3 with 2" in caplog.text
+    short = replace(data, routing=pack_routing(by_id(np.arange(3))))
+    assert forest_from_data([short], experts=SHAPE).routing is None
+    assert "a routing of 3 tokens for 26" in caplog.text
+    assert forest_from_data([data]).routing is None

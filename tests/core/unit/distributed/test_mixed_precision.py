@@ -16,10 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.config.schema import AdapterConfig, OptimConfig
 from agentrl.data.forest import TokenForest, forest_from_sequences
-from agentrl.distributed.apply import parallelize
 from agentrl.distributed.fsdp import choose_reduction
 from agentrl.distributed.mesh import Layout, build_mesh, join_alone, leave_processes
-from agentrl.distributed.parallel_model import ParallelModel
+from agentrl.distributed.parallel_model import ParallelModel, parallelize
 from agentrl.documents.record import TokenColumns, TopLogprobs
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import Precision

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import number_game
@@ -18,6 +20,7 @@ from agentrl.environments.environment import open_environment
 from agentrl.errors import ConfigError, TrajectoryError
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS, run_agent
+from agentrl.rollout.load_tasks import read_task_source
 from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.scorers import ScorerContext, run_scorer
 from agentrl.tools.pool import ToolPool
@@ -99,3 +102,22 @@ async def test_a_trajectory_without_a_reward_has_no_score() -> None:
         await run_scorer("environment", context, 30)
     with pytest.raises(Exception, match="names no environment"):
         await run_scorer("environment", ScorerContext(query="?", final_answer=None), 30)
+
+
+PAGE = Path(__file__).parents[4] / "docs" / "your_own" / "environment.md"
+
+
+async def test_the_environment_of_the_page_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    (code,) = re.findall(r'```python title="halving.py"\n(.*?)```', page, re.DOTALL)
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 22
+    (tmp_path / "halving.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    task = read_task_source("env:halving:Halving?n=3&seed=1", shuffle=False).tasks[0]
+    assert (task.max_turns, task.system_prompt) == (7, "Answer with a number only.")
+    secret = task.meta["secret"]
+    rollout, outcome = await play(task, "multi_turn", "I do not know", str(secret + 1), str(secret))
+    assert outcome.stop_reason is StopReason.ANSWERED
+    said = [message["content"] for message in rollout.messages if message["role"] == "user"]
+    assert said == [task.query, "higher", "lower"]
+    assert rollout.tool_rewards["environment"]["state"] == 1.0

@@ -1,4 +1,4 @@
-"""Per-token losses and their gradients against formulas written out by hand."""
+"""Per-token losses, their gradients and what is added to them, against formulas written out by hand."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from token_batches import random_batch, three_tokens, token_gradient, token_metrics
+from golden import VECTOR, batch_of
+from parsed_flags import parsed
+from token_batches import random_batch, step_loss, three_tokens, token_gradient, token_metrics
+from torch import Tensor
 
 from agentrl.config.schema import LossConfig
 from agentrl.errors import ConfigError
-from agentrl.losses.compute import token_losses
-from agentrl.losses.loss import LOSSES
-from agentrl.losses.settings import LossSettings
+from agentrl.losses.compute import DIVERGENCE, WEIGHT_CAP, TokenMetrics, reference_kl, token_losses
+from agentrl.losses.loss import LOSSES, TokenBatch
+from agentrl.losses.settings import LossSettings, check_loss
 
 ORIGINAL: dict[str, Any] = {
     "token_level_loss": True, "skip_length_normalization": False, "strict_in_bound": False,
@@ -194,3 +197,256 @@ def test_an_unknown_loss_names_the_nearest() -> None:
 def test_a_name_that_is_none_is_refused(flags: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=f"--{next(iter(flags))} (is|has)"):
         LossSettings(**flags)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("positive", "negative"), [(None, None), (0.5, 3.0)])
+def test_the_gradient_of_sapo_is_grpos_times_a_gate_that_is_one_at_ratio_one(
+    seed: int, positive: float | None, negative: float | None
+) -> None:
+    batch = random_batch(seed)
+    given = {"sapo_tau_pos": positive, "sapo_tau_neg": negative} if positive else {}
+    settings = LossSettings(loss_calculater="SAPO", **given)  # type: ignore[arg-type]
+    result = token_losses(batch, settings)
+    ratio = torch.exp(batch.logprobs.detach() - batch.old_logprobs)
+    tau = torch.where(batch.advantages > 0, positive or 1.0, negative or 1.05)
+    p = torch.sigmoid(tau * (ratio - 1))
+    expected = -4 * p * (1 - p) * ratio * batch.advantages
+    torch.testing.assert_close(token_gradient(batch, settings), expected)
+    assert not result.clipped.any()
+    assert not result.masked.any()
+
+
+def test_sapo_by_hand() -> None:
+    batch = three_tokens((math.log(0.5), 0.0, math.log(1.5)), (1.0, -1.0, 2.0))
+    losses = token_losses(batch, LossSettings(loss_calculater="SAPO")).losses
+    assert losses.tolist() == pytest.approx([-1.510163, 4 / 1.05 / 2, -4.979675], abs=1e-5)
+
+
+def test_sapos_reduction_is_the_mean_over_trajectories_without_bounds() -> None:
+    settings = LossSettings(loss_calculater="SAPO")
+    assert (settings.sapo_tau_pos, settings.sapo_tau_neg) == (1.0, 1.05)
+    assert (settings.token_level_loss, settings.skip_length_normalization) == (False, False)
+    assert settings.importance_weight_cap_ratio == math.inf
+    assert not settings.strict_in_bound
+
+
+POLICY_LOSSES = [name for name in LOSSES.names() if LOSSES.get(name).from_policy]
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_every_token_in_the_mask_gets_the_bonus_also_where_a_bound_holds(loss: str) -> None:
+    entropy = torch.rand(24).requires_grad_()
+    batch = replace(random_batch(1), entropy=entropy)
+    settings = LossSettings(loss_calculater=loss, strict_in_bound=True, importance_correction="token_mask")
+    plain, bonus = (token_losses(batch, replace(settings, entropy_coef=each)) for each in (0.0, 0.25))
+    assert bool(bonus.masked.any())
+    torch.testing.assert_close(bonus.losses, plain.losses - 0.25 * entropy)
+    assert torch.equal(bonus.masked, plain.masked)
+    assert not torch.autograd.grad(plain.losses.sum(), entropy, allow_unused=True)[0]
+
+
+@pytest.mark.parametrize("token_level", [True, False])
+def test_the_bonus_is_reduced_as_the_loss_is(token_level: bool) -> None:
+    entropy = torch.rand(24).requires_grad_()
+    batch = replace(random_batch(2), entropy=entropy, advantages=torch.zeros(24))
+    settings = LossSettings(entropy_coef=0.5, token_level_loss=token_level)
+    step_loss(batch, settings)[0].backward()
+    lengths = torch.bincount(batch.row)[batch.row]
+    expected = torch.full((24,), 1 / 24) if token_level else 1 / (lengths * batch.trajectories)
+    torch.testing.assert_close(entropy.grad, -0.5 * expected)
+
+
+def test_a_batch_without_entropies_is_refused() -> None:
+    with pytest.raises(ValueError, match="no entropy"):
+        token_losses(random_batch(0), LossSettings(entropy_coef=0.1))
+
+
+def a_batch(logprobs: Tensor, reference: Tensor | None = None) -> TokenBatch:
+    zeros = (0.0,) * len(logprobs)
+    return replace(three_tokens(zeros, zeros), logprobs=logprobs, reference_logprobs=reference)
+
+
+def gradient(estimator: str, logprobs: list[float], reference: list[float]) -> tuple[Tensor, Tensor]:
+    there = torch.tensor(logprobs, requires_grad=True)
+    values = reference_kl(a_batch(there, torch.tensor(reference)), estimator)
+    return values.detach(), torch.autograd.grad(values.sum(), there)[0]
+
+
+def test_k3_is_never_negative_and_k1_is_the_log_ratio() -> None:
+    values, slope = gradient("k3", [-1.0, -2.0, -0.5], [-1.0, -1.0, -1.5])
+    assert values.tolist() == pytest.approx([0.0, math.e - 2, math.exp(-1.0)])
+    assert slope.tolist() == pytest.approx([0.0, 1 - math.e, 1 - math.exp(-1.0)])
+    values, slope = gradient("k1", [-1.0, -2.0, -0.5], [-1.0, -1.0, -1.5])
+    assert values.tolist() == pytest.approx([0.0, -1.0, 1.0])
+    assert slope.tolist() == pytest.approx([0.0, -1.0, 1.0])
+
+
+def policies(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of a policy over seven tokens, and the logprobs of a sampler and of a reference near it."""
+    torch.manual_seed(seed)
+    logits = torch.randn(7)
+    sampler = torch.log_softmax(logits + 0.5 * torch.randn(7), 0)
+    return logits.requires_grad_(), sampler, torch.log_softmax(torch.randn(7), 0)
+
+
+def expectation(estimator: str, logits: Tensor, sampler: Tensor, reference: Tensor) -> tuple[float, Tensor]:
+    """Value and gradient of the estimator, over every token that the sampler might have drawn."""
+    logprobs = torch.log_softmax(logits, 0)
+    batch = replace(a_batch(logprobs, reference), behavior_logprobs=sampler)
+    mean = (sampler.exp() * reference_kl(batch, estimator)).sum()
+    return float(mean.detach()), torch.autograd.grad(mean, logits)[0]
+
+
+def divergence(logits: Tensor, reference: Tensor, *, reverse: bool = False) -> tuple[float, Tensor]:
+    """KL(πθ‖π_ref), or KL(π_ref‖πθ) with ``reverse``, and its gradient."""
+    logprobs = torch.log_softmax(logits, 0)
+    terms = reference.exp() * (reference - logprobs) if reverse else logprobs.exp() * (logprobs - reference)
+    value = terms.sum()
+    return float(value.detach()), torch.autograd.grad(value, logits)[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_estimator_has_the_gradient_of_its_divergence_on_policy(seed: int) -> None:
+    logits, _, reference = policies(seed)
+    own = torch.log_softmax(logits.detach(), 0)
+    value, exact = divergence(logits, reference)
+    for estimator in ("weighted_k3", "k1", "k2"):
+        torch.testing.assert_close(expectation(estimator, logits, own, reference)[1], exact)
+    for estimator in ("weighted_k3", "k1", "k3"):
+        assert expectation(estimator, logits, own, reference)[0] == pytest.approx(value, rel=1e-5)
+    _, reverse = divergence(logits, reference, reverse=True)
+    torch.testing.assert_close(expectation("k3", logits, own, reference)[1], reverse)
+    assert float((reverse - exact).norm() / exact.norm()) > 0.1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_only_the_weighted_estimator_is_unbiased_off_policy(seed: int) -> None:
+    logits, sampler, reference = policies(seed)
+    value, exact = divergence(logits, reference)
+    found, gradient = expectation("weighted_k3", logits, sampler, reference)
+    assert found == pytest.approx(value, rel=1e-5)
+    torch.testing.assert_close(gradient, exact)
+    for estimator in ("k1", "k2", "k3"):
+        biased = expectation(estimator, logits, sampler, reference)[1]
+        assert float((biased - exact).norm() / exact.norm()) > 0.1
+
+
+def test_the_weight_of_a_token_is_capped_and_its_gradient_stays() -> None:
+    logprobs = torch.tensor([-0.1], requires_grad=True)
+    batch = replace(a_batch(logprobs, torch.tensor([-1.1])), behavior_logprobs=torch.tensor([-9.0]))
+    value = reference_kl(batch, "weighted_k3")
+    (slope,) = torch.autograd.grad(value.sum(), logprobs)
+    assert float(value.detach()) == pytest.approx(WEIGHT_CAP * math.exp(-1), rel=1e-5)
+    assert float(slope) == pytest.approx(WEIGHT_CAP * 1.0, rel=1e-5)
+
+
+def test_the_loss_has_the_weighted_pull_and_the_step_reports_it() -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -0.5])
+    batch = a_batch(logprobs, torch.tensor([-1.0, -1.0, -1.5]))
+    plain = token_losses(batch, LossSettings())
+    pulled = token_losses(batch, LossSettings(kl_coef=0.5, kl_estimator="k3"))
+    assert (pulled.losses - plain.losses).tolist() == pytest.approx([0.0, (math.e - 2) / 2, math.exp(-1) / 2])
+    report = (token_metrics(batch, pulled, logprobs) + TokenMetrics()).report()
+    assert report["kl_reference"] == pytest.approx((math.e - 2 + math.exp(-1)) / 3)
+    assert "kl_reference" not in token_metrics(a_batch(logprobs), plain, logprobs).report()
+
+
+def test_a_batch_without_a_reference_is_refused() -> None:
+    with pytest.raises(ValueError, match="no reference"):
+        token_losses(a_batch(torch.zeros(2)), LossSettings(kl_coef=0.1))
+
+
+TEACHER = torch.tensor([-0.69315, -2.0, math.nan])
+"""Twice the policy's probability of the first token, 1/e of the second's, none of the third's."""
+
+
+def distilled(**flags: object) -> tuple[TokenBatch, LossSettings]:
+    settings = LossSettings(epsilon=0.2, token_level_loss=True, old_logprobs="recompute", **flags)
+    return replace(batch_of(VECTOR, settings), columns={"teacher": TEACHER}), settings
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"loss_calculater": "OPD"}, (-0.5 + 1.0 + 0.0) / 3),
+        ({"loss_calculater": "OPD", "distill_coef": 2.0}, (-1.0 + 2.0 + 0.0) / 3),
+        ({"loss_calculater": "GRPO", "distill_coef": 0.5}, (-0.75 + 1.5 - 2.4) / 3),
+        ({"loss_calculater": "GRPO"}, (-0.5 + 1.0 - 2.4) / 3),
+    ],
+)
+def test_golden_values_of_ratios_of_one_half_one_and_three_halves(
+    flags: dict[str, object], expected: float
+) -> None:
+    batch, settings = distilled(**flags)
+    assert step_loss(batch, settings)[0].item() == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(7, requires_grad=True)
+    teacher = torch.randn(7).log_softmax(0)
+    policy = logits.log_softmax(0)
+    divergence = (policy.exp() * (policy - teacher)).sum()
+    (expected,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    row = torch.zeros(7, dtype=torch.int64)
+    batch = TokenBatch(
+        logprobs=policy, old_logprobs=policy.detach(), behavior_logprobs=policy.detach(),
+        advantages=torch.randn(7), row=row, version=row, age=row, mask=torch.ones(7, dtype=torch.bool),
+        trajectories=1, columns={"teacher": teacher},
+    )  # fmt: skip
+    losses = token_losses(batch, LossSettings(loss_calculater="OPD")).losses
+    (found,) = torch.autograd.grad((policy.detach().exp() * losses).sum(), logits)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_known_divergence_takes_the_place_of_the_sampled_tokens_judgement() -> None:
+    batch, settings = distilled(loss_calculater="OPD", distill_coef=0.5)
+    known = torch.tensor([0.7, 0.0, 0.3], requires_grad=True)
+    batch = replace(batch, columns={**batch.columns, DIVERGENCE: known})
+    losses = token_losses(batch, settings).losses
+    assert losses.tolist() == pytest.approx([0.35, 0.5, 0.15], abs=1e-4)
+    assert torch.autograd.grad(losses.sum(), known)[0].tolist() == [0.5] * 3
+
+
+def test_the_divergence_from_the_teacher_is_reported_and_needs_its_column() -> None:
+    batch, settings = distilled(loss_calculater="OPD")
+    report = token_metrics(batch, token_losses(batch, settings), batch.logprobs).report()
+    assert report["kl_teacher"] == pytest.approx((-1.0 + 1.0) / 2, abs=1e-4)
+    assert report["taught_fraction"] == pytest.approx(2 / 3)
+    untaught = replace(batch, columns={"teacher": torch.tensor([-0.69315, math.nan, math.nan])})
+    one = token_metrics(untaught, token_losses(untaught, settings), batch.logprobs)
+    assert one.report()["kl_teacher"] == pytest.approx(-1.0, abs=1e-4)
+    both = one + token_metrics(batch, token_losses(batch, settings), batch.logprobs)
+    assert both.report()["kl_teacher"] == pytest.approx((-1.0 - 1.0 + 1.0) / 3, abs=1e-4)
+    alone = batch_of(VECTOR, settings)
+    plain = token_metrics(alone, token_losses(alone, LossSettings()), batch.logprobs)
+    assert "kl_teacher" not in plain.report()
+    with pytest.raises(ValueError, match="no column 'teacher': the run needs --columns teacher"):
+        token_losses(batch_of(VECTOR, settings), settings)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--loss_calculater OPD", "reads the logprobs of a teacher, and --columns is ''"),
+        ("--distill_coef 0.1", "reads the logprobs of a teacher"),
+        ("--loss_calculater OPD --columns teacher", "drops trajectories by them"),
+        ("--loss_calculater OPD --columns teacher --drop_zero_advantage false", "drops trajectories by them"),
+        ("--loss_calculater CrossEntropy --distill_coef 1", "does not correct for the policy"),
+    ],
+)
+def test_flags_without_a_teacher_or_that_drop_by_score_are_refused(words: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check_loss(parsed(*words.split()))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--loss_calculater OPD --columns teacher --drop_zero_advantage false --min_score_spread 0",
+        "--distill_coef 0.1 --columns teacher,mine",
+    ],
+)
+def test_flags_that_distil_are_accepted(words: str) -> None:
+    check_loss(parsed(*words.split()))

@@ -1,16 +1,22 @@
-"""Chunked logprobs against log_softmax over the whole vocabulary."""
+"""Chunked logprobs against log_softmax over the vocabulary, or over the ids that a token was sampled from."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from peak_memory import peak_allocated
-from tiny_models import tiny_model
+from tiny_models import chains, model_logprobs, packed, tiny_model, tree
 
+from agentrl.data.forest import concatenate, merge_prefixes, restrict
+from agentrl.documents.model_call import SamplingMask
+from agentrl.documents.record import TopLogprobs
 from agentrl.errors import ModelError
 from agentrl.model import logprobs as chunked
 from agentrl.model.check_model import check_output_head
-from agentrl.model.logprobs import OutputHead, output_head, token_logprobs
+from agentrl.model.logprobs import KeptIds, OutputHead, output_head, reverse_kl, token_logprobs
 
 N, T, H, V = 40, 29, 16, 53
 
@@ -191,3 +197,169 @@ def test_a_head_is_checked_over_several_blocks_of_the_vocabulary(monkeypatch: py
     check_output_head(model, hidden, logits)
     with pytest.raises(ModelError, match="linear head"):
         check_output_head(model, hidden, logits + 1.0 + logits.abs().max())
+
+
+def rows(seed: int, targets: np.ndarray, vocabulary: int = V) -> list[list[int]]:
+    """Of each target, the target and up to a third of the vocabulary; every fourth one keeps all ids."""
+    rng = np.random.default_rng(seed)
+    picked = [rng.choice(vocabulary, rng.integers(1, vocabulary // 3), replace=False) for _ in targets]
+    return [
+        [] if place % 4 == 0 else sorted({int(target), *(int(id) for id in ids)})
+        for place, (target, ids) in enumerate(zip(targets, picked, strict=True))
+    ]
+
+
+def excluded(kept: list[list[int]], vocabulary: int = V) -> torch.Tensor:
+    """bool[T, V]."""
+    mask = torch.ones(len(kept), vocabulary, dtype=torch.bool)
+    for row, ids in enumerate(kept):
+        mask[row, ids or slice(None)] = False
+    return mask
+
+
+@pytest.mark.parametrize(("chunk_size", "vocab_chunk_size"), [(1, V), (8, 7), (T, 1), (1000, 1000)])
+@pytest.mark.parametrize(("temperature", "scale", "softcap"), [(0.7, 1.0, None), (1.3, 0.5, 5.0)])
+def test_values_and_gradients_of_a_renormalized_softmax(
+    chunk_size: int, vocab_chunk_size: int, temperature: float, scale: float, softcap: float | None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(*shape, generator=generator).requires_grad_() for shape in ((N, H), (V, H), (V,))]
+    hidden, weight, bias = inputs
+    parent = torch.randint(0, N, (T,), generator=generator)
+    target = torch.randint(0, V, (T,), generator=generator)
+    upstream = torch.randn(2, T, generator=generator)
+    kept = rows(1, target.numpy())
+    ours = token_logprobs(
+        hidden, OutputHead(weight, bias, scale, softcap), parent, target, temperature=temperature,
+        kept=KeptIds.of(SamplingMask.of(kept), hidden.device), entropy_gradient=True,
+        chunk_size=chunk_size, vocab_chunk_size=vocab_chunk_size,
+    )  # fmt: skip
+    logits = scale * (hidden.double()[parent] @ weight.double().T + bias.double())
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logprobs = (logits / temperature).masked_fill(excluded(kept), -torch.inf).log_softmax(-1)
+    finite = logprobs.masked_fill(excluded(kept), 0.0)
+    theirs = (logprobs.gather(-1, target[:, None])[:, 0], -(logprobs.exp() * finite).sum(-1))
+    for found, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    gradients = [
+        torch.autograd.grad(sum((part * up).sum() for part, up in zip(both, upstream, strict=True)), inputs)
+        for both in (ours, theirs)
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
+def test_a_slice_of_the_vocabulary_excludes_its_own_ids() -> None:
+    kept = rows(2, np.arange(T))
+    mask = KeptIds.of(SamplingMask.of(kept), torch.device("cpu"))
+    for tokens in (slice(0, 9), slice(9, T), slice(0, 1)):
+        logits = torch.zeros(tokens.stop - tokens.start, 20)
+        mask.apply(logits, tokens, 30)
+        assert torch.equal(logits < 0, excluded(kept)[tokens, 30:50])
+
+
+def test_a_forest_keeps_the_mask_of_its_tokens_through_cuts_and_merges() -> None:
+    model = tiny_model("qwen3")
+    vocabulary = model.config.vocab_size
+    forest = packed([*chains(), tree()])
+    targets = forest.input_ids[forest.target]
+    kept = rows(3, targets, vocabulary)
+    masked = replace(forest, sampling_mask=SamplingMask.of(kept))
+    ours = model_logprobs(model, masked)
+    whole = model_logprobs(model, forest)
+    is_whole = np.array([not ids for ids in kept])
+    torch.testing.assert_close(ours[is_whole], whole[is_whole])
+    assert bool((ours[~is_whole] > whole[~is_whole]).all())
+    torch.testing.assert_close(model_logprobs(model, merge_prefixes(masked)), ours)
+    both = concatenate([forest, masked])
+    torch.testing.assert_close(model_logprobs(model, both), torch.cat([whole, ours]))
+    chosen = np.arange(len(targets)) % 3 == 1
+    torch.testing.assert_close(model_logprobs(model, restrict(masked, chosen)), ours[chosen])
+
+
+VOCABULARY, TOKENS, HIDDEN = 13, 5, 4
+PARENT = torch.tensor([0, 1, 1, 2, 4])
+TARGET = torch.tensor([3, 0, 12, 7, 5])
+TEMPERATURE = torch.tensor([1.0, 1.0, 0.7, 1.3, 1.0])
+
+
+def setting() -> tuple[torch.Tensor, OutputHead, torch.Tensor]:
+    """Hidden states, a head with a bias and a cap, and a teacher's logprobs [T, V]."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(6, HIDDEN, generator=generator), torch.randn(13, HIDDEN, generator=generator)
+    head = OutputHead(
+        weight.requires_grad_(), torch.randn(13, generator=generator).requires_grad_(), 1.5, softcap=9.0
+    )
+    teacher = torch.randn(TOKENS, VOCABULARY, generator=generator).log_softmax(-1).half().float()
+    return hidden.requires_grad_(), head, teacher
+
+
+def logits_of(hidden: torch.Tensor, head: OutputHead) -> torch.Tensor:
+    logits = (hidden[PARENT] @ head.weight.T + head.bias) * head.scale
+    return 9.0 * (logits / 9.0).tanh() / TEMPERATURE[:, None]
+
+
+def kl_of(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """The whole KL, from all logits."""
+    policy = logits.log_softmax(-1)
+    return (policy.exp() * (policy - teacher)).sum(-1)
+
+
+def ours(hidden: torch.Tensor, head: OutputHead, teacher: torch.Tensor, count: int) -> torch.Tensor:
+    values, ids = (part.tolist() for part in teacher.topk(count, -1))
+    rows = [dict(zip(*row, strict=True)) for row in zip(ids, values, strict=True)]
+    logprobs, _ = token_logprobs(hidden, head, PARENT, TARGET, temperature=TEMPERATURE)
+    return reverse_kl(hidden, head, PARENT, TARGET, TEMPERATURE, logprobs, TopLogprobs.of(rows))
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor, *inputs: torch.Tensor) -> None:
+    """Values and gradients are equal."""
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
+    gradients = (torch.autograd.grad(values.sum(), inputs) for values in (found, expected))
+    torch.testing.assert_close(*gradients, atol=5e-3, rtol=5e-3)
+
+
+def test_with_every_id_it_is_the_kl_over_the_vocabulary_and_has_its_gradient() -> None:
+    hidden, head, teacher = setting()
+    found, expected = ours(hidden, head, teacher, VOCABULARY), kl_of(logits_of(hidden, head), teacher)
+    assert_same(found, expected, hidden, head.weight)
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_with_some_ids_it_is_a_lower_bound(count: int) -> None:
+    hidden, head, teacher = setting()
+    found = ours(hidden, head, teacher, count)
+    assert bool((found >= -1e-5).all())
+    assert bool((found <= kl_of(logits_of(hidden, head), teacher) + 1e-3).all())
+
+
+def test_a_token_that_was_sampled_from_some_ids_is_compared_over_them() -> None:
+    """Of each token by itself: the others' terms stay as they are."""
+    hidden, head, teacher = setting()
+    ids = [[3, 5], [], [12, 0, 1], [], [5, 6, 7]]
+    kept = SamplingMask.of(ids)
+    logprobs, _ = token_logprobs(
+        hidden, head, PARENT, TARGET, temperature=TEMPERATURE, kept=KeptIds.of(kept, hidden.device)
+    )
+    excluded = torch.tensor([[bool(row) and id not in row for id in range(VOCABULARY)] for row in ids])
+    expected = kl_of(logits_of(hidden, head).masked_fill(excluded, -1e30), teacher)
+    everything = TopLogprobs.of([dict(enumerate(row)) for row in teacher.tolist()])
+    found = reverse_kl(hidden, head, PARENT, TARGET, TEMPERATURE, logprobs, everything, kept)
+    assert_same(found, expected, hidden, head.weight, head.bias)
+
+
+def test_a_token_without_ids_has_none() -> None:
+    hidden, head, teacher = setting()
+    assert ours(hidden, head, teacher, 0).tolist() == [0.0] * TOKENS
+
+
+def test_an_id_that_the_student_has_no_row_for_is_one_of_the_others() -> None:
+    hidden, head, _ = setting()
+    logprobs, _ = token_logprobs(hidden, head, PARENT, TARGET, temperature=TEMPERATURE)
+    found = [
+        reverse_kl(
+            hidden, head, PARENT, TARGET, TEMPERATURE, logprobs, TopLogprobs.of([{2: -0.5, **more}] * TOKENS)
+        )
+        for more in ({}, {VOCABULARY: -1.5, VOCABULARY + 4: -3.0})
+    ]
+    assert torch.equal(*found)

@@ -1,4 +1,4 @@
-"""Test the built-in scorers, and failures of scorers."""
+"""Test the built-in scorers, failures of scorers, and what a scorer of a stored trajectory is shown."""
 
 from __future__ import annotations
 
@@ -13,10 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_calls import TASK, model_call, record
 from waiting import until
 
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.errors import ConfigError, ScorerError, judge
-from agentrl.scoring.scorers import SCORERS, ScoredCall, ScorerContext, ScoreResult, run_scorer, scorer
+from agentrl.scoring.scorers import (
+    SCORERS,
+    ScoredCall,
+    ScorerContext,
+    ScoreResult,
+    run_scorer,
+    scorer,
+    stored_context,
+)
 
 
 def context(final_answer: str | None, answer: Any, *more: Any) -> ScorerContext:
@@ -317,3 +327,24 @@ async def test_turn_rewards_for_other_calls_than_there_are_fail() -> None:
         await run_scorer(f"{__name__}:half", given, 10)
     with pytest.raises(ScorerError, match="rewards the model call 1 of 1"):
         await run_scorer(f"{__name__}:gives_by_index", given, 10)
+
+
+def made(index: int, parent: int | None, text: str) -> DispatchedSamplingTask:
+    messages = ({"role": "user", "content": f"ask {text}"},)
+    return model_call(record().id, index, parent, messages=messages,
+                      response={"role": "assistant", "content": text})  # fmt: skip
+
+
+def shown(*calls: DispatchedSamplingTask) -> list[str]:
+    return [message["content"] for message in stored_context(TASK, record(), calls, "").messages]
+
+
+def test_calls_in_a_row_are_one_conversation_from_the_last_reset_on() -> None:
+    rows = made(0, None, "a"), made(1, 0, "b"), made(2, None, "c"), made(3, 2, "d")
+    assert shown(*rows) == ["ask c", "c", "ask d", "d"]
+
+
+def test_of_branches_the_longest_is_shown_and_a_trajectory_may_have_no_calls() -> None:
+    branches = made(0, None, "a"), made(1, 0, "b"), made(2, 0, "aside"), made(3, 1, "c")
+    assert shown(*branches) == ["ask a", "a", "ask b", "b", "ask c", "c"]
+    assert shown() == []

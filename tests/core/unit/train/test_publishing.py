@@ -23,6 +23,7 @@ from training_data import group
 from waiting import until
 
 from agentrl.base.atomic_folder import TEMPORARY
+from agentrl.base.device_lease import DeviceLease
 from agentrl.config.schema import ModelConfig, TrainConfig
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import StepStatus, VersionStatus
@@ -91,15 +92,24 @@ async def test_training_goes_on_while_a_version_is_written(
 
 
 async def test_newer_weights_are_published_while_training_waits_for_data(
-    store: FakeStore, start: Start, disk: SlowDisk
+    store: FakeStore, start: Start, disk: SlowDisk, tmp_path: Path
 ) -> None:
+    """Their copy takes the device, and gives it back to the engine."""
+    engine, device = (DeviceLease(["d"], name, folder=tmp_path / "locks") for name in ("engine", "trainer"))
+    await device.acquire(urgent=True)
     store.unfinished_groups = 1
-    trainer = await start(save_steps=99, max_staleness=9)
+    trainer = await start(save_steps=99, max_staleness=9, device=device)
     running = asyncio.create_task(trainer.run())
     await until(lambda: committed(store) == 3)
+    await asyncio.wait_for(engine.acquire(), 5)
     disk.is_free.set()
+    await engine.until_wanted()
+    assert [version.step for version in store.versions.values()] == [0, 1]
+    engine.release()
     await until(lambda: trainer.progress.published_step == 3)
     assert [version.step for version in store.versions.values()] == [0, 1, 3]
+    await asyncio.wait_for(engine.acquire(), 5)
+    engine.release()
     trainer.stop.set()
     await running
 

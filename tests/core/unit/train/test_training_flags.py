@@ -1,6 +1,6 @@
 """Every flag that a trainer reads, with every loss and with an adapter: it changes something, or is refused.
 
-``tests/core/unit/losses/test_idle_flags.py`` has the flags of losses and of groups. For those that do not
+``tests/core/unit/losses/test_loss_settings.py`` has the flags of losses and of groups. For those that do not
 change a step, such as intervals and timeouts, there is the weakest proof alone: a module reads them.
 """
 

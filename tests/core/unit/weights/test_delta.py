@@ -1,4 +1,4 @@
-"""Deltas: bit-identical for any dtype, shape and chain; damaged files never write outside."""
+"""Deltas: bit-identical for any dtype, shape and chain; damaged files never write outside. And distances."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from agentrl.errors import PublishError
+from agentrl.errors import ModelError, PublishError
 from agentrl.weights import delta, local_copy
-from agentrl.weights.delta import encode
+from agentrl.weights.delta import encode, layer_differences
 from agentrl.weights.folder import TensorChecksum, checksums, weights_digest
 from agentrl.weights.local_copy import apply
 
@@ -173,3 +173,33 @@ def test_a_version_of_an_older_trainer_is_verified_by_its_sha256(tmp_path: Path)
     assert apply([tmp_path / "x.delta"], tmp_path, {"a": TensorChecksum("F32", (8,), digest)}) == ["a"]
     with pytest.raises(PublishError, match="differs from what was published"):
         apply([tmp_path / "x.delta"], tmp_path, {"a": TensorChecksum("F32", (8,), digest[::-1])})
+
+
+def write_one(folder: Path, **tensors: torch.Tensor) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_norms_are_those_of_each_layer(tmp_path: Path) -> None:
+    ones = torch.ones(2, 2)
+    names = ("embed.weight", "model.layers.0.a", "model.layers.0.b", "model.layers.10.a")
+    first = write_one(tmp_path / "a", **{name: ones.clone() for name in names})
+    second = write_one(tmp_path / "b", **{name: ones + index for index, name in enumerate(names)})
+    found = layer_differences(first, second)
+    assert [(item.layer, item.norm) for item in found] == [
+        ("embed.weight", 2.0), ("layer 0", pytest.approx(8**0.5)), ("layer 10", 2.0),
+    ]  # fmt: skip
+    assert [item.difference for item in found] == [0.0, pytest.approx((4 + 16) ** 0.5), 6.0]
+    assert found[2].relative == 3.0
+
+
+def test_other_tensors_are_refused(tmp_path: Path) -> None:
+    first = write_one(tmp_path / "a", x=torch.ones(2))
+    with pytest.raises(ModelError, match="hold other tensors, x among them"):
+        layer_differences(first, write_one(tmp_path / "b", y=torch.ones(2)))
+    with pytest.raises(ModelError, match=r"x has the shape \[2\]"):
+        layer_differences(first, write_one(tmp_path / "c", x=torch.ones(3)))
+    (tmp_path / "d").mkdir()
+    with pytest.raises(ModelError, match="holds no weights"):
+        layer_differences(first, tmp_path / "d")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos.replica_set import ReplicaSet
+from chaos.database import ReplicaSet
 
 from agentrl.errors import StoreUnavailableError
 from agentrl.store.mechanics.connection import Connection

@@ -9,8 +9,9 @@ import pytest
 from waiting import until
 
 from agentrl.columns import outages
-from agentrl.columns.outages import LateServers, Outages
+from agentrl.columns.outages import Outages
 from agentrl.errors import ConfigError, ToolServerConfigError, ToolServerError, tool_server
+from agentrl.rollout.sampler import LateServers
 from agentrl.store.claims import NOTHING, Needs
 
 

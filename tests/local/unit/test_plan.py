@@ -1,13 +1,16 @@
-"""``agentrl plan``: layouts, reasons, commands; ``test_memory.py`` has its figures."""
+"""``agentrl plan``: layouts, reasons, commands, estimates; ``test_planned_memory.py`` has its memory."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from parsed_flags import parsed
 from transformers import (
     Gemma2Config,
     PretrainedConfig,
@@ -17,8 +20,22 @@ from transformers import (
     StableLmConfig,
 )
 
-from agentrl.errors import AgentRLError
+from agentrl.config.training import PlanConfig
+from agentrl.distributed.mesh import Layout
+from agentrl.errors import AgentRLError, ConfigError
 from agentrl.local import cli
+from agentrl.local.plan.memory import PlannedModel, open_model
+from agentrl.local.plan.search import (
+    PlannedServices,
+    StepTime,
+    Workload,
+    build_workload,
+    estimate_step,
+    list_layouts,
+    name_of,
+    parse_gpus,
+    size_services,
+)
 
 Plan = Callable[[Path, str], tuple[int, Any]]
 SIZES = {
@@ -160,3 +177,138 @@ def test_a_broken_configuration_and_none(tmp_path: Path) -> None:
         cli.plan(["--model", str(tmp_path)])
     with pytest.raises(AgentRLError, match="no model is given"):
         cli.plan([])
+
+
+configs = partial(parsed, command="agentrl plan", extra=[PlanConfig])
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "count"),
+    [("8xH100", "H100", 8), ("H200", "H200", 1), ("2 x rtx4090", "4090", 2), ("4×A100-80GB", "A100", 4)],
+)
+def test_reads_a_number_and_a_kind_of_gpu(text: str, name: str, count: int) -> None:
+    cluster = parse_gpus(text)
+    assert (cluster.gpu.name, cluster.count) == (name, count)
+
+
+@pytest.mark.parametrize("text", ["8xP100", "0xH100", "-1xH100", "", "eight"])
+def test_refuses_an_unknown_gpu(text: str) -> None:
+    with pytest.raises(ConfigError, match="--gpus"):
+        parse_gpus(text)
+
+
+def test_the_memory_of_a_kind_can_be_replaced() -> None:
+    assert parse_gpus("1xA100", memory_gib=39.5).gpu.memory_gib == 39.5
+
+
+def test_machines_are_joined_by_the_network() -> None:
+    cluster = parse_gpus("16xH100", network_gbps=400)
+    assert (cluster.link_gb_s(8), cluster.link_gb_s(16)) == (450, 50)
+
+
+def test_layouts_use_all_gpus_and_keep_the_sizes_that_are_given() -> None:
+    layouts = list(list_layouts(parse_gpus("8xH100"), configs()))
+    assert {layout.world for layout in layouts} == {8}
+    assert len(layouts) == len(set(layouts)) == 35  # 8 = 2·2·2 over fsdp, tp, cp, pp, ep
+    kept = list(list_layouts(parse_gpus("8xH100"), configs("--tp_size", "2", "--pp_size", "1")))
+    assert {(layout.tp, layout.pp) for layout in kept} == {(2, 1)}
+
+
+def test_layouts_have_readable_names() -> None:
+    (layout,) = list_layouts(parse_gpus("1xH100"), configs())
+    assert name_of(layout) == "one GPU"
+    flags = configs("--tp_size", "2", "--cp_size", "1", "--pp_size", "1", "--ep_size", "1")
+    (layout,) = list_layouts(parse_gpus("8xH100"), flags)
+    assert name_of(layout) == "fsdp4 × tp2"
+
+
+@pytest.mark.parametrize(
+    ("merging", "tokens"), [("off", 32 * 5500), ("trajectory", 32 * 1000), ("group", 4 * (400 + 8 * 600))]
+)
+def test_merged_prefixes_are_computed_once(merging: str, tokens: int) -> None:
+    flags = configs("--context", "1000", "--prompt_tokens", "400", "--prefix_merging", merging)
+    assert build_workload(flags).computed_tokens == tokens
+
+
+def test_each_rank_runs_a_trajectory_at_least() -> None:
+    work = build_workload(configs("--context", "1000", "--groups_per_step", "1", "--num_generations", "4"))
+    assert work.max_tokens == 1000
+    assert [work.micro_batches(ranks) for ranks in (1, 2, 4, 8)] == [4, 2, 1, 1]
+    assert work.rank_tokens(8) == 1000
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--context", "1000", "--max_tokens", "500"),
+        ("--context", "1000", "--trajectory_tokens", "2000"),
+        ("--context", "1000", "--prompt_tokens", "1001"),
+    ],
+)
+def test_refuses_lengths_that_do_not_fit_into_one_another(flags: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="--context 1000"):
+        build_workload(configs(*flags))
+
+
+WORK = Workload(
+    groups=4, group_size=8, trajectory_tokens=4000, turns=10, trained_share=0.5,
+    computed_tokens=128_000, max_tokens=4000, passes=1,
+)  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> PlannedModel:
+    """A model of 0.2 billion parameters."""
+    Qwen3Config(
+        vocab_size=32_000, hidden_size=1024, intermediate_size=3072, num_hidden_layers=12,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=64, max_position_embeddings=8192,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    return open_model(tmp_path, 4000)
+
+
+def seconds(
+    model: PlannedModel, layout: Layout, checkpointing: str = "none", *, always: bool = False
+) -> StepTime:
+    """The estimate for ``layout`` on H100s."""
+    return estimate_step(
+        model, WORK, layout, parse_gpus(f"{layout.world}xH100"), checkpointing=checkpointing,
+        reduces_always=always, element_bytes=2, trained=1.0, mfu=0.4,
+    )  # fmt: skip
+
+
+def test_ranks_share_the_computation(model: PlannedModel) -> None:
+    alone = seconds(model, Layout())
+    assert alone.gather == alone.exchange == alone.bubble == 0
+    for layout in (Layout(dp_shard=4), Layout(tp=4), Layout(cp=4), Layout(pp=4)):
+        assert seconds(model, layout).compute == pytest.approx(alone.compute / 4, rel=0.01)
+
+
+def test_each_dimension_costs_what_it_exchanges(model: PlannedModel) -> None:
+    assert seconds(model, Layout(dp_shard=4)).gather > 0
+    assert seconds(model, Layout(dp_shard=4), always=True).gather > seconds(model, Layout(dp_shard=4)).gather
+    assert seconds(model, Layout(tp=4)).exchange > 0
+    assert seconds(model, Layout(pp=4)).bubble == pytest.approx(seconds(model, Layout(pp=4)).compute * 3 / 32)
+    assert seconds(model, Layout(), "full").compute == pytest.approx(seconds(model, Layout()).compute * 4 / 3)
+
+
+def services(model: PlannedModel, step: float) -> PlannedServices:
+    """The services of a step of ``step`` seconds."""
+    gpu = parse_gpus("H100").gpu
+    return size_services(model, WORK, step, gpu, request_tokens_per_second=50, tool_seconds=1)
+
+
+def test_services_follow_the_rate_of_the_trainer(model: PlannedModel) -> None:
+    slow, fast = services(model, 32.0), services(model, 3.2)
+    assert slow.trajectories_per_second == 1
+    assert slow.turns_per_second == 10
+    assert slow.generated_per_second == 2000
+    assert slow.in_flight == 2000 // 50 + 10
+    assert slow.sampler_cores == pytest.approx(10 * 1.4e-3)  # the figure of docs/benchmarks.md
+    assert slow.samplers == slow.engines == 1
+    assert fast.sampler_cores == pytest.approx(10 * slow.sampler_cores)
+    assert fast.stored_gib_per_hour == pytest.approx(10 * slow.stored_gib_per_hour)
+
+
+def test_an_engine_gets_the_gpus_that_its_weights_need(model: PlannedModel) -> None:
+    large = replace(model, parameters=70_000_000_000)
+    assert services(large, 32.0).engine_tp > services(model, 32.0).engine_tp == 1

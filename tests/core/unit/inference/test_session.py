@@ -1,5 +1,7 @@
 """The router chooses engines and resumes generations; the engines follow scripts."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.engine import FinishReason, Generation
-from agentrl.inference.session import EngineRouter
+from agentrl.inference.session import EngineRouter, GenerationParts
 
 Answer = Generation | EngineError
 
@@ -343,3 +345,21 @@ async def test_close_closes_every_client() -> None:
         await session.generate([1], PARAMS)
     await router.close()
     assert all(engine.closed for engine in fleet.engines.values())
+
+
+def cached_part(*ids: int, cached: int, reason: FinishReason = "abort") -> Generation:
+    spans = (VersionSpan(version=1, start=0, end=len(ids)),) if ids else ()
+    return Generation(
+        output_ids=ids, logprobs=(-0.5,) * len(ids), versions=spans,
+        finish_reason=reason, prompt_tokens=2, cached_tokens=cached, seconds=0.0, engine_url="",
+    )  # fmt: skip
+
+
+def test_a_part_without_tokens_does_not_say_what_was_cached() -> None:
+    made = GenerationParts([1, 2], SamplingParams(max_new_tokens=9), None, None)
+    made.add(cached_part(cached=0))
+    made.add(cached_part(3, 4, cached=7))
+    kept = made.kept()
+    assert kept is not None
+    assert kept.cached_tokens == 7
+    assert made.whole(0.0).cached_tokens == 0

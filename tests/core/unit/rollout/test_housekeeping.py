@@ -1,9 +1,13 @@
-"""Test what finalizing a group logs and writes."""
+"""What finalizing a group logs and writes; garbage is collected while the process is idle, and only then."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import logging
-from collections.abc import Sequence
+import time
+import weakref
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,7 +15,7 @@ import pytest
 from made_documents import made_call, made_record, made_task
 
 from agentrl.config.schema import GroupConfig
-from agentrl.rollout.housekeeping import GroupFinalizer
+from agentrl.rollout.housekeeping import GroupFinalizer, collect_while_idle
 from agentrl.store.client import Store
 from agentrl.store.groups import GroupOutcome, StoredGroup
 
@@ -56,3 +60,47 @@ async def test_a_parameter_that_masks_calls_is_logged_once(caplog: pytest.LogCap
     assert [record.getMessage().partition(" are recorded")[0] for record in caplog.records] == [
         "model calls sampled with presence_penalty 1.5", "model calls sampled with top_p 0.9",
     ]  # fmt: skip
+
+
+class Node:
+    """An object that only a garbage collection frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def no_automatic_collections() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def garbage() -> weakref.ref[Node]:
+    nodes = [Node() for _ in range(5000)]
+    return weakref.ref(nodes[0])
+
+
+@pytest.mark.usefixtures("no_automatic_collections")
+async def test_an_idle_process_collects() -> None:
+    found = garbage()
+    collecting = asyncio.create_task(collect_while_idle())
+    for _ in range(600):
+        if found() is None:
+            break
+        await asyncio.sleep(0.1)
+    assert found() is None
+    collecting.cancel()
+
+
+@pytest.mark.usefixtures("no_automatic_collections")
+async def test_a_busy_process_does_not_collect() -> None:
+    collecting = asyncio.create_task(collect_while_idle())
+    await asyncio.sleep(0)
+    found = garbage()
+    began = time.monotonic()
+    while time.monotonic() - began < 0.5:
+        time.sleep(0.15)  # noqa: ASYNC251  the timer of the collections is late each time
+        await asyncio.sleep(0)
+    assert found() is not None
+    collecting.cancel()

@@ -1,4 +1,4 @@
-"""Which processes ``agentrl launch`` starts, and by which commands."""
+"""Which processes ``agentrl launch`` starts, with which limits, and what is refused before any of them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from parsed_flags import parsed
 
-from agentrl.config.schema import TrainConfig
-from agentrl.errors import ConfigError
+from agentrl.config.agreement import require_trainable
+from agentrl.config.load import Configs
+from agentrl.config.schema import GROUPS, AgentConfig, TrainConfig
+from agentrl.errors import ConfigError, ModelError
 from agentrl.local import cli, launch, placement
-from agentrl.local.launch import MemoryCheck, RunPlan, StepTooLargeError
+from agentrl.local.launch import (
+    MemoryCheck,
+    RunPlan,
+    StepTooLargeError,
+    fitted_limits,
+    prepare,
+    require_teacher,
+)
 from agentrl.local.placement import Gpus
 
 
@@ -215,3 +225,84 @@ def test_engine_and_trainer_share_the_cores_of_a_machine_without_gpus(
     assert main is not None
     threads = {member.name: member.env["OMP_NUM_THREADS"] for member in (*helpers, main)}
     assert threads == {"engine": "4", "sampler-0": "1", "sampler-1": "1", "main": "4"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [({"mini_batches": 9}, "--mini_batches 9"), ({"import_modules": "nosuch"}, "--import_modules")],
+)
+def test_flags_of_training_are_checked_before_a_model_is_fetched(
+    flags: dict[str, object], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "demo_model", lambda: pytest.fail("fetched"))
+    with pytest.raises(ConfigError, match=says):
+        prepare("train", [], Configs.of(GROUPS, flags, flags), {})
+
+
+def test_a_teacher_is_there_and_trajectories_wait_for_it(tmp_path: Path) -> None:
+    require_teacher(str(tmp_path), ("teacher",))
+    require_teacher("http://gpu7:30000", ("teacher",))
+    with pytest.raises(ModelError, match="which is not a folder"):
+        require_teacher("Qwen/Qwen3-8B", ("teacher",))
+    with pytest.raises(ConfigError, match="no trajectory would wait for it"):
+        require_teacher(str(tmp_path), ())
+
+
+def limits(tmp_path: Path, own: int, *words: str, longest: int = 161536) -> dict[str, int]:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": own}))
+    configs = parsed("--fit_turns", "200", *words, command="agentrl launch")
+    found = fitted_limits(configs, str(tmp_path), longest)
+    require_trainable(configs.with_flags(found))
+    return found
+
+
+def in_order(found: Mapping[str, int]) -> list[int | None]:
+    return [found.get(name) for name in ("max_prompt_tokens", "max_new_tokens", "max_tokens", "max_turns")]
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (262144, [128768, 32768, 161536, 200]),
+        (40960, [30720, 10240, 40960, 120]),
+        (8192, [6144, 2048, 8192, 24]),
+        (2048, [1536, 512, 2048, 6]),
+        (64, [48, 16, 64, 1]),
+    ],
+)
+def test_prompt_and_output_fit_the_model(tmp_path: Path, own: int, expected: list[int]) -> None:
+    found = limits(tmp_path, own)
+    assert in_order(found) == expected
+    assert found["prompt_reserve_tokens"] == min(1024, expected[0] // 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--max_new_tokens 1024", [7168, None, 8192, 28]),
+        ("--max_prompt_tokens 7000", [None, 1192, 8192, 27]),
+        ("--max_tokens 4096", [3072, 1024, None, 12]),
+        ("--max_prompt_tokens 3000 --max_new_tokens 1000 --max_turns 9", [None, None, 4000, None]),
+        ("--max_model_len 1024", [768, 256, 1024, 3]),
+    ],
+)
+def test_a_limit_that_is_given_moves_the_others(
+    tmp_path: Path, words: str, expected: list[int | None]
+) -> None:
+    assert in_order(limits(tmp_path, 8192, *words.split())) == expected
+
+
+def test_memory_limits_a_long_context(tmp_path: Path) -> None:
+    assert in_order(limits(tmp_path, 262144, longest=16384)) == [12288, 4096, 16384, 48]
+
+
+def test_a_limit_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--max_prompt_tokens is 9000, and prompt and output have 8192"):
+        limits(tmp_path, 8192, "--max_prompt_tokens", "9000")
+
+
+def test_the_reserve_fits_a_short_prompt_that_is_given() -> None:
+    assert AgentConfig(max_prompt_tokens=1024).prompt_reserve_tokens == 128
+    assert AgentConfig(max_prompt_tokens=1025).prompt_reserve_tokens == 1024
+    with pytest.raises(ConfigError, match="leaves nothing beside --prompt_reserve_tokens 600"):
+        AgentConfig(max_prompt_tokens=512, prompt_reserve_tokens=600)
