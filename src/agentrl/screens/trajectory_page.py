@@ -526,9 +526,9 @@ def _branches(record: Record, calls: Sequence[DispatchedSamplingTask]) -> Iterat
 def _call_notes(call: DispatchedSamplingTask, record: Record) -> str:
     """Return what the title of a turn says about its place in the tree."""
     notes = []
-    before = call.parent or call.follows
-    if before is not None and before != f"{call.record}/{call.index - 1}":
-        notes.append(f"continues turn {int(before.rpartition('/')[2]) + 1}")
+    before = _turn_of(call.parent or call.follows)
+    if before not in (None, call.index):
+        notes.append(f"continues turn {before}")
     if call.index in record.untrained_calls:
         notes.append("not trained")
     return "".join(f" · {note}" for note in notes)

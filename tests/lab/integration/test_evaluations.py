@@ -1,4 +1,7 @@
-"""``agentrl eval`` with a real database and engines: what it serves, stores and compares, how it stops."""
+"""``agentrl eval`` with a real database and engines: what it serves, stores and compares, how it stops.
+
+Also beside a trainer, on an environment, and when its own engine dies.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import number_game
 import psutil
 import pytest
 from db_command import violations
+from loaded_tasks import load_tasks
+from test_sampling import Setting, quick
 from tiny_policy import write_tiny_policy
 
 from agentrl.config.load import Configs, parse
-from agentrl.config.schema import JsonFlags, RunConfig
-from agentrl.documents.run import PolicyVersion
-from agentrl.documents.status import EvaluationStatus
+from agentrl.config.schema import JsonFlags, RunConfig, TaskConfig, ToolConfig
+from agentrl.documents.run import Evaluation, PolicyVersion
+from agentrl.documents.status import EvaluationStatus, StepStatus
 from agentrl.errors import ConfigError, EngineError, ModelError, TaskFileError
 from agentrl.evaluation.evaluate import evaluate, identify
 from agentrl.evaluation.policy import EvaluatedPolicy
 from agentrl.evaluation.report import compare, report
 from agentrl.store.client import Store
+from agentrl.tools.pool import ToolPool
 from agentrl.weights.folder import checksums
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
+__all__ = ["quick"]
+
+GAME = "env:number_game:NumberGame?n=4"
 TASKS = [
     {"id": "sum", "query": "1+1?", "answer": "2", "scorer": "exact", "tags": ["easy"]},
     {"id": "product", "query": "2*3?", "answer": "6", "scorer": "exact", "tags": ["easy", "times"]},
@@ -56,16 +66,17 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def words(run: RunConfig, file: Path, *more: str) -> list[str]:
-    return [
-        *("--run_name", run.run_name, "--db_connection_string", str(run.db_connection_string)),
-        *("--log_dir", run.log_dir, "--eval_file", str(file), "--num_generations", "2"),
-        *("--max_total_tokens", "8192", *SHORT, *more),
-    ]  # fmt: skip
+def of_run(run: RunConfig, *more: str) -> list[str]:
+    where = ("--db_connection_string", str(run.db_connection_string), "--log_dir", run.log_dir)
+    return ["--run_name", run.run_name, *where, "--max_total_tokens", "8192", *more]
+
+
+def of_file(file: Path, *more: str) -> list[str]:
+    return ["--eval_file", str(file), "--num_generations", "2", *SHORT, *more]
 
 
 def flags(run: RunConfig, file: Path, *more: str) -> Configs:
-    given = words(run, file, *more)
+    given = of_run(run, *of_file(file, *more))
     return parse(given, command="agentrl eval", description="", shown=[], extra=[JsonFlags])
 
 
@@ -79,14 +90,15 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
-def start(run_config: RunConfig, file: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts ``agentrl eval`` as a process; its output goes to ``tmp_path / "eval.out"``."""
+def start(run_config: RunConfig, tmp_path: Path) -> Iterator[Start]:
+    """Starts a command of ``agentrl`` on the run; its output goes to ``NAME.out`` in ``tmp_path``."""
     started: list[subprocess.Popen[bytes]] = []
+    path = os.pathsep.join([str(Path(number_game.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
 
-    def run(*more: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "agentrl", "eval", *words(run_config, file, *more)]
-        with (tmp_path / "eval.out").open("wb") as out:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    def run(name: str, *more: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "agentrl", name, *of_run(run_config, *more)]
+        with (tmp_path / f"{name}.out").open("wb") as out:
             process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
         started.append(process)
         return process
@@ -104,14 +116,32 @@ async def until(condition: Callable[[], Awaitable[bool]], process: subprocess.Po
             await asyncio.sleep(0.1)
 
 
+async def until_it_samples(store: Store, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Wait until ``agentrl eval`` samples; return the processes that it started."""
+
+    async def is_half_done() -> bool:
+        return await store.database["Task"].count_documents({"slots.status": "running"}) > 0
+
+    await until(is_half_done, process)
+    return psutil.Process(process.pid).children(recursive=True)
+
+
 async def ended(process: subprocess.Popen[bytes]) -> int:
-    return await asyncio.to_thread(process.wait, 60)
+    return await asyncio.to_thread(process.wait, 200)
+
+
+async def stopped_evaluation(store: Store) -> Evaluation:
+    """Return the evaluation of the run, which has stopped with nothing half done."""
+    (stopped,) = await store.evaluations.all()
+    assert (stopped.status, stopped.results) == (EvaluationStatus.STOPPED, None)
+    assert (await store.evaluations.counts(stopped.id)).running == 0
+    return stopped
 
 
 async def test_a_wait_says_what_it_waits_for_and_ends_at_the_first_signal(
-    store: Store, start: Start, tmp_path: Path
+    store: Store, start: Start, file: Path, tmp_path: Path
 ) -> None:
-    process = start("--eval_engine", "shared", "--eval_version", "4")
+    process = start("eval", *of_file(file, "--eval_engine", "shared", "--eval_version", "4"))
 
     async def has_spoken() -> bool:
         return "(3 s)" in (tmp_path / "eval.out").read_text()
@@ -132,23 +162,15 @@ async def test_a_signal_while_it_samples_leaves_nothing_half_done_and_the_same_c
 ) -> None:  # fmt: skip
     limits = ("--max_new_tokens", "500", "--max_concurrent_samples_per_process", "4")
     more = ("--eval_model", str(model), *limits)
-    process = start(*more)
-
-    async def is_half_done() -> bool:
-        claimed = {"slots.status": "running"}
-        return await store.database["Task"].count_documents(claimed) > 0
-
-    await until(is_half_done, process)
-    children = psutil.Process(process.pid).children(recursive=True)
+    process = start("eval", *of_file(file, *more))
+    children = await until_it_samples(store, process)
     assert children
     process.send_signal(signal.SIGINT)
     assert await ended(process) == 130
     assert "Traceback" not in (tmp_path / "eval.out").read_text()
     psutil.wait_procs(children, timeout=30)
     assert not any(child.is_running() for child in children)
-    (stopped,) = await store.evaluations.all()
-    assert (stopped.status, stopped.results) == (EvaluationStatus.STOPPED, None)
-    assert (await store.evaluations.counts(stopped.id)).running == 0
+    stopped = await stopped_evaluation(store)
     before = await store.database["Record"].count_documents({"score": {"$ne": None}})
 
     configs = flags(run_config, file, *more)
@@ -165,6 +187,70 @@ async def test_a_signal_while_it_samples_leaves_nothing_half_done_and_the_same_c
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("pass@1", "pass@2", "avg@2", "easy", "times", "exact", "f1"))
     assert max(map(len, shown.splitlines())) <= 80
+
+
+async def test_an_own_engine_that_dies_ends_the_evaluation_which_the_same_command_finishes(
+    store: Store, start: Start, file: Path, model: Path, tmp_path: Path
+) -> None:
+    long = of_file(file, "--eval_model", str(model), "--max_new_tokens", "400")
+    process = start("eval", *long)
+    children = await until_it_samples(store, process)
+    (engine,) = [child for child in children if "agentrl.local.engine" in child.cmdline()][-1:]
+    engine.kill()
+    assert await ended(process) == 1
+    said = (tmp_path / "eval.out").read_text()
+    assert "the engine of the evaluation ended with exit code" in said
+    assert "the same command goes on where this one stopped" in said
+    stopped = await stopped_evaluation(store)
+    assert await ended(start("eval", *long)) == 0
+    (finished,) = await store.evaluations.all()
+    assert (finished.id, finished.status) == (stopped.id, EvaluationStatus.FINISHED)
+    total = (finished.results or {})["total"]
+    assert (total["scored"], total["failed"]) == (6, 0)
+    assert await violations(store) == []
+
+
+@pytest.mark.usefixtures("quick")
+async def test_versions_are_evaluated_on_an_environment_beside_their_trainer(
+    store: Store, run_config: RunConfig, start: Start, model: Path, tmp_path: Path
+) -> None:
+    await load_tasks(store, run_config, TaskConfig(), f"{GAME}&seed=3", split="train", num_generations=2)
+    async with ToolPool(ToolConfig()) as tools:
+        guesses = iter(range(10_000))
+        setting = Setting(store, lambda prompt: str(next(guesses) % 9 + 1), tools=tools)
+        setting.engine.version = 0
+        await setting.run()
+    made = await store.database["DBRecordData"].distinct("_id")
+    assert len(made) >= 4
+    trainer = start(
+        "train", "--model_name_or_path", str(model), "--output_dir", str(run_config.output_dir),
+        "--groups_per_step", "1", "--num_generations", "2", "--max_steps", "2",
+        "--publish_steps", "1", "--max_staleness", "9", "--data_wait_seconds", "60",
+        "--published_versions_kept", "2",
+    )  # fmt: skip
+    evaluation = start(
+        "eval", "--eval_file", f"{GAME}&seed=4", "--eval_steps", "2", "--max_turns", "2",
+        "--max_new_tokens", "4", "--prompt_reserve_tokens", "64",
+    )  # fmt: skip
+    assert await ended(trainer) == 0, (tmp_path / "train.out").read_text()[-3000:]
+    async with asyncio.timeout(200):
+        while await store.database["Evaluation"].count_documents({"status": "finished"}) < 2:
+            assert evaluation.poll() is None, (tmp_path / "eval.out").read_text()[-3000:]
+            await asyncio.sleep(0.2)
+    evaluation.send_signal(signal.SIGINT)
+    assert await ended(evaluation) == 130
+    assert len(await store.steps.find(status=StepStatus.COMMITTED)) == 2
+    found = await store.evaluations.all()
+    assert [(item.step, item.status) for item in found] == [
+        (0, EvaluationStatus.FINISHED), (2, EvaluationStatus.FINISHED),
+    ]  # fmt: skip
+    for item in found:
+        total = (item.results or {})["total"]
+        assert (total["tasks"], total["scored"], total["failed"]) == (4, 4, 0)
+    versions = await store.database["DispatchedSamplingTask"].distinct("versions.version")
+    assert versions == [item.version for item in found]
+    assert await store.database["DBRecordData"].distinct("_id") == made
+    assert await violations(store) == []
 
 
 async def test_published_versions_are_followed_on_an_own_engine_and_the_best_one_is_kept(

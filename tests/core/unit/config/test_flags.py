@@ -1,4 +1,4 @@
-"""Ranges of flags: how they are written, printed and checked."""
+"""Ranges of flags: how they are written, printed and checked, and the page about all flags."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from agentrl.config.schema import (
     SamplingConfig,
     TeacherConfig,
     TrainConfig,
+    flags_page,
 )
 from agentrl.errors import ConfigError
 
@@ -102,3 +103,9 @@ def test_values_that_nothing_can_hold_are_refused(kind: type, flag: str, value: 
 def test_no_limit_and_no_text_are_values_where_they_are_meant() -> None:
     assert RunConfig(db_wait_seconds=math.inf).db_wait_seconds == math.inf
     assert GroupConfig(columns="").columns == ""
+
+
+def test_the_flags_page_is_up_to_date() -> None:
+    assert (Path(__file__).parents[4] / "docs/flags.md").read_text(encoding="utf-8") == flags_page(), (
+        "run: python -m agentrl.config.schema > docs/flags.md"
+    )

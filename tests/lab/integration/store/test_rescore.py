@@ -105,21 +105,17 @@ async def test_a_score_before_its_group_is_finalized_counts_in_it(store: Store, 
     assert await violations(store) == []
 
 
-async def test_a_trained_group_keeps_its_scores(
-    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str], db: Db
-) -> None:
+async def test_a_trained_group_keeps_its_scores(store: Store, tmp_path: Path, db: Db) -> None:
     await run.build(store, tmp_path / "weights")
     trained = f"{run.TRAINED}/1/1"
     before = await record(store, trained)
     assert "broken raised RuntimeError: no judge" in await db(
         "rescore", "--scorer", BROKEN, "--task", run.TRAINED, code=1
     )
-    for _ in range(2):
-        await db("rescore", "--scorer", ONE, "--task", run.TRAINED)
+    out = "".join([await db("rescore", "--scorer", ONE, "--task", run.TRAINED) for _ in range(2)])
     after = await record(store, trained)
     assert (after.score, after.score_details) == (before.score, before.score_details)
     assert (after.rescored["score"], after.rescored["details"]) == (1.0, {"scorer": ONE})
-    out = capsys.readouterr().out
     assert "train: 1 groups keep their scores (trained)" in out
     assert "0.500" in out
     assert "1.000" in out
