@@ -17,7 +17,7 @@ from agentrl.config.schema import GroupConfig, ModelConfig, RunConfig
 from agentrl.documents.run import Evaluation
 from agentrl.documents.training import StepOrigin, TrainStep
 from agentrl.errors import ConfigError
-from agentrl.lab import cli
+from agentrl.lab import lab_cli
 from agentrl.lab.blame import blame
 from agentrl.lab.flags import BlameConfig
 from agentrl.observe.progress import Parts
@@ -81,7 +81,7 @@ async def test_blame_says_why_it_has_nothing_to_rank(
 
 def test_the_command_takes_a_run_and_two_evaluations() -> None:
     with pytest.raises(ConfigError, match="takes a run and two evaluations, and 1 words are given"):
-        cli.blame(["math", "--top", "3"])
+        lab_cli.blame(["math", "--top", "3"])
 
 
 def test_files_and_labels_are_checked_before_anything_is_computed(tmp_path: Path) -> None:
@@ -90,4 +90,4 @@ def test_files_and_labels_are_checked_before_anything_is_computed(tmp_path: Path
         (["--label", "x" * 65], "the label has 65 characters"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=problem):
-            cli.blame(["nowhere", "1", "2", *flags])
+            lab_cli.blame(["nowhere", "1", "2", *flags])

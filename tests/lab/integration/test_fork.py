@@ -16,7 +16,7 @@ from agentrl.config.schema import ModelConfig, RunConfig
 from agentrl.documents.status import TaskStatus
 from agentrl.errors import ConfigError, StoreError
 from agentrl.inference.served_engine import starting_weights
-from agentrl.lab import cli
+from agentrl.lab import lab_cli
 from agentrl.lab.manage_runs import RunAdmin
 from agentrl.store.client import run_exists
 from agentrl.weights.folder import verify
@@ -45,7 +45,7 @@ sys.exit(main(sys.argv[1:]))
 async def forked(parent: Run, name: str, *more: str) -> int:
     """Run ``agentrl fork`` in this process; the child's output folder is a sibling of the parent's."""
     where = ("--db_connection_string", parent.uri)
-    return await cli.begin_fork(cli.fork_parser().parse_args([parent.name, name, *where, *more]))
+    return await lab_cli.begin_fork(lab_cli.fork_parser().parse_args([parent.name, name, *where, *more]))
 
 
 async def sample_as_the_parent(child: Run) -> None:

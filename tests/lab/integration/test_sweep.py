@@ -18,7 +18,7 @@ from tiny_policy import write_tiny_policy
 from waiting import until
 
 from agentrl.errors import ConfigError
-from agentrl.lab import cli
+from agentrl.lab import lab_cli
 from agentrl.lab.sweep import Sweep, read_sweep
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -79,9 +79,9 @@ async def test_a_killed_sweep_goes_on_and_trains_no_finished_child_again(
     late, where = run.folder / "late.yml", ["--db_connection_string", run.uri, "--output_dir"]
     late.write_text(f"{SWEEP.format(run=run.name)}steps: 1-9\n")
     with pytest.raises(ConfigError, match="has trained 2 steps, and steps is 1-9"):
-        await asyncio.to_thread(cli.sweep, [str(late), *where, str(out)])
+        await asyncio.to_thread(lab_cli.sweep, [str(late), *where, str(out)])
     with pytest.raises(ConfigError, match="cannot be made: Not a directory"):
-        await asyncio.to_thread(cli.sweep, [str(late), *where, str(late)])
+        await asyncio.to_thread(lab_cli.sweep, [str(late), *where, str(late)])
     slow, same = children(read_sweep(run.folder / "sweep.yml"))
     run.whatif(same)
     trained = await run.steps(same)

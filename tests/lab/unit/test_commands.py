@@ -16,10 +16,10 @@ from agentrl.config.schema import GROUPS
 from agentrl.config.training import PlanConfig, SFTConfig
 from agentrl.documents.run import RunSettings
 from agentrl.errors import ConfigError
-from agentrl.lab.cli import command_of
-from agentrl.lab.cli_db import parser as db_parser
+from agentrl.lab.db_cli import parser as db_parser
 from agentrl.lab.flags import BlameConfig, WhatIfConfig
-from agentrl.local.cli import flags_of_variables
+from agentrl.lab.lab_cli import command_of
+from agentrl.local.local_cli import flags_of_variables
 
 HAND_PARSED = (
     "agentrl audit", "agentrl dashboard", "agentrl db", "agentrl fork", "agentrl mongo", "agentrl parity",

@@ -16,11 +16,11 @@ from agentrl.config.agreement import require_trainable
 from agentrl.config.commands import COMMANDS
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import EngineConfig, GatewayConfig, RunConfig, TaskConfig, ToolConfig
-from agentrl.lab.cli_db import parser as db_parser
-from agentrl.screens.cli import dashboard_parser
+from agentrl.lab.db_cli import parser as db_parser
+from agentrl.screens.screens_cli import dashboard_parser
 from agentrl.store.mechanics.connection import Connection
 from agentrl.tools.config import load_servers
-from agentrl.worlds.cli import parser as tools_parser
+from agentrl.worlds.worlds_cli import parser as tools_parser
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"

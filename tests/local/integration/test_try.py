@@ -23,7 +23,7 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, TaskFileError
 from agentrl.inference.engines.commands import free_port
-from agentrl.local.cli import TryConfig
+from agentrl.local.local_cli import TryConfig
 from agentrl.local.mongod import EmbeddedMongo
 from agentrl.local.try_task import try_task
 from agentrl.store.client import Store

@@ -13,7 +13,7 @@ from agentrl.config.agreement import require_trainable
 from agentrl.config.load import Configs
 from agentrl.config.schema import GROUPS, AgentConfig, TrainConfig
 from agentrl.errors import ConfigError, ModelError
-from agentrl.local import cli, launch, placement
+from agentrl.local import launch, local_cli, placement
 from agentrl.local.launch import (
     MemoryCheck,
     RunPlan,
@@ -33,7 +33,7 @@ class Launcher:
         self.plans: list[RunPlan] = []
 
     def plan(self, word: str, *flags: str) -> RunPlan:
-        assert cli.launch([word, *self.flags, *flags]) == 0
+        assert local_cli.launch([word, *self.flags, *flags]) == 0
         return self.plans[-1]
 
     def start(self, plan: RunPlan) -> int:
@@ -179,7 +179,7 @@ def test_every_process_gets_the_engine_that_the_variable_names(
 
 def test_a_wrong_word_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown word 'trian'"):
-        cli.launch(["trian"])
+        local_cli.launch(["trian"])
 
 
 def test_limits_of_a_recipe_follow_the_model_and_the_memory(

@@ -23,7 +23,7 @@ from transformers import (
 from agentrl.config.training import PlanConfig
 from agentrl.distributed.mesh import Layout
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.local import cli
+from agentrl.local import local_cli
 from agentrl.local.plan.memory import PlannedModel, open_model
 from agentrl.local.plan.search import (
     PlannedServices,
@@ -55,7 +55,7 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
     """The exit code and the JSON of a plan for the model of a folder, with more flags."""
 
     def run(folder: Path, words: str) -> tuple[int, Any]:
-        code = cli.plan(["--model", str(folder), "--context", "1024", "--json", *words.split()])
+        code = local_cli.plan(["--model", str(folder), "--context", "1024", "--json", *words.split()])
         return code, json.loads(capsys.readouterr().out)
 
     return run
@@ -83,7 +83,7 @@ def test_layouts_that_fit_come_with_memory_flags_and_services(folder: Path, plan
 
 def test_what_is_too_large_says_what_would_help(folder: Path, plan: Plan) -> None:
     code, found = plan(folder, "--gpus 4xH100 --gpu_memory_gib 0.001")
-    assert code == cli.NOTHING_FITS
+    assert code == local_cli.NOTHING_FITS
     assert {item["state"] for item in found["layouts"]} == {"too large"}
     reasons = {item["activation_checkpointing"]: item["reason"] for item in found["layouts"]}
     assert "--activation_checkpointing full or" in reasons["none"]
@@ -93,7 +93,7 @@ def test_what_is_too_large_says_what_would_help(folder: Path, plan: Plan) -> Non
 
 def test_the_text_says_what_is_estimated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", str(folder), "--context", "1024", "--gpus", "8xH200", "--colocate", "true"]
-    assert cli.plan(words) == 0
+    assert local_cli.plan(words) == 0
     told = capsys.readouterr().out
     assert "the engine's 111.2 GiB and the step's" in told
     for part in ("Layouts that fit", "which --tp_size 8 does not divide", "roofline", "accelerate launch"):
@@ -120,7 +120,7 @@ def test_says_why_a_layout_is_refused(
 ) -> None:
     config.save_pretrained(tmp_path)
     code, found = plan(tmp_path, flags)
-    assert code == cli.NOTHING_FITS
+    assert code == local_cli.NOTHING_FITS
     assert any(reason in item["reason"] for item in found["refused"]), found["refused"]
 
 
@@ -132,7 +132,7 @@ def test_the_reference_model_is_counted(folder: Path, plan: Plan) -> None:
     assert after["bytes_by_part"]["reference model"] == pytest.approx(shard, abs=8)
     assert after["peak_bytes"] == pytest.approx(before["peak_bytes"] + shard, abs=8)
     with pytest.raises(AgentRLError, match="--reference_model missing is not a folder"):
-        cli.plan(
+        local_cli.plan(
             ["--model", str(folder), "--context", "64", "--kl_coef", "1", "--reference_model", "missing"]
         )
 
@@ -153,7 +153,7 @@ def test_bad_input(
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     with pytest.raises(AgentRLError, match=error) as raised:
-        cli.plan(["--model", str(folder), *flags.split()])
+        local_cli.plan(["--model", str(folder), *flags.split()])
     assert raised.value.exit_code == 2
     assert raised.value.hint
 
@@ -168,15 +168,15 @@ def test_bad_input(
 def test_models_that_the_trainer_cannot_serve(tmp_path: Path, config: Any, error: str) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(AgentRLError, match=error):
-        cli.plan(["--model", str(tmp_path), "--context", "1024"])
+        local_cli.plan(["--model", str(tmp_path), "--context", "1024"])
 
 
 def test_a_broken_configuration_and_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(AgentRLError, match="cannot be read"):
-        cli.plan(["--model", str(tmp_path)])
+        local_cli.plan(["--model", str(tmp_path)])
     with pytest.raises(AgentRLError, match="no model is given"):
-        cli.plan([])
+        local_cli.plan([])
 
 
 configs = partial(parsed, command="agentrl plan", extra=[PlanConfig])

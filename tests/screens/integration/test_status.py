@@ -16,7 +16,7 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, RunConfig
 from agentrl.errors import StoreUnavailableError
 from agentrl.local.mongod import EmbeddedMongo
-from agentrl.screens import cli
+from agentrl.screens import screens_cli
 from agentrl.store.client import open_existing, open_store
 
 pytestmark = pytest.mark.integration
@@ -109,7 +109,7 @@ async def test_a_server_that_goes_away_is_an_outage(tmp_path: Path) -> None:
         async with await open_store(run):
             pass
         async with await open_existing(run) as store:
-            read = cli._run_reader(store, Configs([run, EngineConfig()]))
+            read = screens_cli._run_reader(store, Configs([run, EngineConfig()]))
             assert (await read()).value["activity"] == "idle"
             mongo.down()
             with pytest.raises(StoreUnavailableError):

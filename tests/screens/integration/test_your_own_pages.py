@@ -11,7 +11,7 @@ from docs_pages import DOCS, blocks, write_files
 from served_engine import Served, serve_locally
 from unmoved.train_dump import make_model
 
-from agentrl.local.cli import try_one
+from agentrl.local.local_cli import try_one
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
 

@@ -28,7 +28,6 @@ from agentrl.documents.status import EvaluationStatus, ServiceStatus, StepStatus
 from agentrl.errors import ConfigError, StoreUnavailableError
 from agentrl.observe.terminal import excerpt
 from agentrl.screens import cli as command
-from agentrl.screens.cli import audit
 from agentrl.screens.run_screens import (
     amount,
     render_run_status,
@@ -37,6 +36,7 @@ from agentrl.screens.run_screens import (
     status_json,
     tables_json,
 )
+from agentrl.screens.screens_cli import audit
 from agentrl.screens.snapshot import RunSnapshot, findings, published_versions
 from agentrl.screens.views.counts import (
     DataCount,

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.integration
 
 _KILLED = """
 import asyncio, os, signal, sys
-from agentrl.screens.cli import runs
+from agentrl.screens.screens_cli import runs
 from agentrl.lab import manage_runs
 
 place, words = sys.argv[1], sys.argv[2:]

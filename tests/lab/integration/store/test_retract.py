@@ -18,8 +18,8 @@ from agentrl.documents.run import PARENT, Kinship, Relative
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, LeaseHeldError, LeaseLostError, StoreError
-from agentrl.lab import cli as retract_command
 from agentrl.lab import deletion
+from agentrl.lab import lab_cli as retract_command
 from agentrl.lab import retract as of_trainer
 from agentrl.lab.deletion import Retractions
 from agentrl.lab.regroup import decide_anew

@@ -21,7 +21,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.errors import ConfigError, RunMissingError, StoreError
 from agentrl.lab import manage_runs as admin_runs
-from agentrl.screens import cli
+from agentrl.screens import screens_cli
 from agentrl.store.client import Store, open_existing, open_store, run_exists
 from agentrl.store.mechanics.connection import SETTLE_SECONDS
 from agentrl.store.run_list import Runs
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.integration
 async def agentrl_runs(run: RunConfig, *words: str, changes: tuple[str, ...] = ()) -> int:
     """Run ``agentrl runs WORDS`` inside the running event loop; the server is named before the subcommand."""
     where = ("--db_connection_string", str(run.db_connection_string))
-    arguments = cli.runs_parser().parse_args([*where, *words])
+    arguments = screens_cli.runs_parser().parse_args([*where, *words])
     arguments.changes = list(changes)
     return int(await arguments.handler(arguments))
 
@@ -167,10 +167,10 @@ def test_words_with_a_sign_are_tags_only_behind_tag(monkeypatch: pytest.MonkeyPa
         seen.append((getattr(arguments, "text", ""), getattr(arguments, "changes", [])))
         return 0
 
-    monkeypatch.setattr(cli, "tag_run", keep)
-    monkeypatch.setattr(cli, "note_run", keep)
-    assert cli.runs(["--mongo_dir", "there", "tag", "math", "+best", "-old"]) == 0
-    assert cli.runs(["note", "tag", "+5 percent"]) == 0
+    monkeypatch.setattr(screens_cli, "tag_run", keep)
+    monkeypatch.setattr(screens_cli, "note_run", keep)
+    assert screens_cli.runs(["--mongo_dir", "there", "tag", "math", "+best", "-old"]) == 0
+    assert screens_cli.runs(["note", "tag", "+5 percent"]) == 0
     assert seen == [("", ["+best", "-old"]), ("+5 percent", [])]
 
 

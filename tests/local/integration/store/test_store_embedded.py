@@ -16,7 +16,7 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure
 
 from agentrl.errors import ConfigError, StoreError
-from agentrl.local import cli
+from agentrl.local import local_cli
 from agentrl.local import mongod as embedded
 from agentrl.local.mongod import EmbeddedMongo, choose_mongod
 
@@ -40,20 +40,20 @@ def test_the_command_goes_up_and_down_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--dir", str(tmp_path / "m")]
-    assert cli.mongo(["status", *flags]) == 3
-    assert cli.mongo(["down", *flags]) == 0
+    assert local_cli.mongo(["status", *flags]) == 3
+    assert local_cli.mongo(["down", *flags]) == 0
     sockets = set(Path("/tmp").glob("mongodb-*.sock"))
-    assert cli.mongo(["up", *flags]) == 0
+    assert local_cli.mongo(["up", *flags]) == 0
     first = capsys.readouterr().out
-    assert cli.mongo(["up", *flags]) == 0
+    assert local_cli.mongo(["up", *flags]) == 0
     assert capsys.readouterr().out in first
-    assert cli.mongo(["status", *flags]) == 0
+    assert local_cli.mongo(["status", *flags]) == 0
     assert len(mongods_of(tmp_path)) == 1
     assert set(Path("/tmp").glob("mongodb-*.sock")) == sockets
-    assert cli.mongo(["down", *flags]) == 0
+    assert local_cli.mongo(["down", *flags]) == 0
     assert mongods_of(tmp_path) == []
     with pytest.raises(ConfigError, match="--drr"):
-        cli.mongo(["up", "--drr", "x"])
+        local_cli.mongo(["up", "--drr", "x"])
 
 
 def test_who_does_not_have_the_password_neither_reads_nor_writes(
@@ -62,13 +62,13 @@ def test_who_does_not_have_the_password_neither_reads_nor_writes(
     flags = ["--dir", str(tmp_path / "m")]
     mongo = EmbeddedMongo(tmp_path / "m")
     try:
-        assert cli.mongo(["up", *flags]) == 0
-        assert cli.mongo(["status", *flags]) == 0
+        assert local_cli.mongo(["up", *flags]) == 0
+        assert local_cli.mongo(["status", *flags]) == 0
         status = mongo.status()
         shown = capsys.readouterr().out
         assert status.shown_uri in shown
         assert status.password not in shown + repr(status) + mongo.log.read_text()
-        assert cli.mongo(["uri", *flags]) == 0
+        assert local_cli.mongo(["uri", *flags]) == 0
         assert capsys.readouterr().out == f"{status.uri}\n"
         for file in ("keyfile", "password"):
             assert (mongo.directory / file).stat().st_mode & 0o077 == 0
@@ -189,7 +189,7 @@ def test_the_mongod_is_named_and_data_of_a_newer_one_are_refused(
     binary = choose_mongod().mongod
     version = ".".join(map(str, binary.version))
     try:
-        assert cli.mongo(["up", *flags, "--mongod", str(binary.path)]) == 0
+        assert local_cli.mongo(["up", *flags, "--mongod", str(binary.path)]) == 0
         shown = capsys.readouterr().out
         assert f"started mongod {version} ({binary.path}, from --mongod)" in shown
         assert ("past its end of life" in shown) == (binary.version < (7, 0, 0))
