@@ -27,7 +27,7 @@ from agentrl.documents.run import (
 from agentrl.documents.status import EvaluationStatus, ServiceStatus, StepStatus, TrainerEnd, VersionStatus
 from agentrl.errors import ConfigError, StoreUnavailableError
 from agentrl.observe.terminal import excerpt
-from agentrl.screens import cli as command
+from agentrl.screens import screens_cli as command
 from agentrl.screens.run_screens import (
     amount,
     render_run_status,
