@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
+import os
 import signal
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import pymongo.monitoring
@@ -49,7 +48,6 @@ class DieBeforeTheThirdBatch(pymongo.monitoring.CommandListener):
     def failed(self, event): pass
 
 pymongo.monitoring.register(DieBeforeTheThirdBatch())
-sys.path.insert(0, {tests!r})
 from test_store_claims import make_tasks
 
 async def main():
@@ -108,16 +106,12 @@ async def four(store: Store, run_config: RunConfig) -> AsyncIterator[list[Store]
 
 async def die_in(call: str, run: RunConfig) -> None:
     """A process that makes ``call`` and is killed with SIGKILL before its third batch."""
-    code = DIE.format(
-        batch=BATCH,
-        tests=str(Path(inspect.getfile(make_tasks)).parent),
-        name=run.run_name,
-        uri=run.db_connection_string,
-        call=call,
-    )
+    code = DIE.format(batch=BATCH, name=run.run_name, uri=run.db_connection_string, call=call)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # pytest's: with the tests' helpers
     process = await asyncio.to_thread(
-        subprocess.run, [sys.executable, "-c", code], timeout=60, capture_output=True, text=True
-    )
+        subprocess.run, [sys.executable, "-c", code], timeout=60, capture_output=True, text=True,
+        env=environment,
+    )  # fmt: skip
     assert process.returncode == -signal.SIGKILL, process.stderr
 
 
