@@ -9,7 +9,7 @@ from pathlib import Path
 from small_run import STEP, build, write_checkpoint
 
 from agentrl.documents.run import PARENT, PolicyVersion, Relative
-from agentrl.lab.manage_runs import Begun, Fork
+from agentrl.lab.fork import Begun, Fork
 from agentrl.store.client import Store
 
 

@@ -78,7 +78,7 @@ def fork_parser() -> CommandParser:
 async def begin_fork(arguments: argparse.Namespace) -> int:
     """Check everything, make the child's database, and print its commands."""
     from agentrl.documents.run import PARENT, Relative
-    from agentrl.lab.manage_runs import Fork
+    from agentrl.lab.fork import Fork
     from agentrl.observe.progress import progress
     from agentrl.store.client import open_connection, open_existing
 

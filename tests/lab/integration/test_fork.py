@@ -30,7 +30,7 @@ PLACES = ("Ancestry.adopt", "Fork._copy_versions", "Fork._copy_tasks")
 KILLED = """
 import os, signal, sys
 from agentrl.cli.main import main
-from agentrl.lab.manage_runs import Ancestry, Fork
+from agentrl.lab.fork import Ancestry, Fork
 kind, name = {place!r}.split(".")
 owner = {{"Ancestry": Ancestry, "Fork": Fork}}[kind]
 work = getattr(owner, name)

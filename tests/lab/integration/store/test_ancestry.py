@@ -17,7 +17,8 @@ from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.documents.task import record_key
 from agentrl.errors import ConfigError, StoreError
 from agentrl.lab.deletion import Retention
-from agentrl.lab.manage_runs import Begun, Fork, RunAdmin, rename_run
+from agentrl.lab.fork import Begun, Fork
+from agentrl.lab.manage_runs import RunAdmin, rename_run
 from agentrl.lab.transfer import Transfer
 from agentrl.store.client import Store, open_connection, open_existing, open_store
 from agentrl.store.mechanics.connection import DATA, RECORD, RUN, TASK
