@@ -290,6 +290,9 @@ class Publisher:
                     await _wait_for_write(task, "what is in flight")
             except AgentRLError as error:
                 logger.error("%s", error.message)
+            # Raise nothing: it would hide the error that training ends with, and leave the other write.
+            except Exception:
+                logger.exception("what was in flight failed too")
 
     async def serve_last(self) -> None:
         """Hold the last version until the live engines have taken it over the network.

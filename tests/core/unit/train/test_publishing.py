@@ -31,7 +31,7 @@ from agentrl.errors import LeaseLostError, PublishError, StoreUnavailableError
 from agentrl.model.load import load_policy
 from agentrl.train import controller, publishing
 from agentrl.train.loop import Trainer
-from agentrl.train.publishing import Publisher
+from agentrl.train.publishing import Publisher, StepFiles
 from agentrl.weights import live
 from agentrl.weights.folder import MANIFEST, TensorChecksum, complete_folder, verify, weights_digest
 from agentrl.weights.live import open_memory_file
@@ -163,6 +163,21 @@ async def test_after_an_error_no_version_is_begun_of_a_step_that_is_not_committe
         await trainer.run()
     assert [version.step for version in store.versions.values()] == [0, 1]
     assert trainer.publisher.flight.step == 1
+
+
+async def test_what_fails_beside_the_error_of_training_does_not_hide_it(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(words: str) -> None:
+        raise RuntimeError(words)
+
+    publisher = (await start()).publisher
+    publisher.flight = StepFiles(step=1, train_step=None, base=None)
+    publisher.flight.task = asyncio.create_task(fail("the version"))
+    publisher._saving = asyncio.create_task(fail("the checkpoint"))  # type: ignore[arg-type]
+    await publisher.close()
+    assert "RuntimeError: the version" in caplog.text
+    assert "RuntimeError: the checkpoint" in caplog.text
 
 
 async def test_a_disk_that_hangs_ends_training(
