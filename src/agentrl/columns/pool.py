@@ -190,7 +190,9 @@ class Pool(Generic[C]):
         """Wait for ``stop``, ``wake``, the end of work, or the next look."""
         # Leave ``wake`` out while full: nothing claims and clears it, and each wait would end at once.
         events = [stop] if len(self._running) >= self._concurrency else [stop, self._woken]
-        await wait_for_any(*events, tasks=self._running, timeout=self._poll.next())
+        # Leave out what a cancel ended: it is held until ``cancel`` returns, and each wait would end at once.
+        tasks = [task for task in self._running if not task.cancelled()]
+        await wait_for_any(*events, tasks=tasks, timeout=self._poll.next())
 
     @asynccontextmanager
     async def renewing(self, *jobs: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
@@ -228,11 +230,10 @@ class Pool(Generic[C]):
         self._due = time.monotonic() + self._config.heartbeat_seconds
         if not self._running:
             return
-        lost = {
-            claim.record_id for claim in await self._filler.renew(self.claims, self._config.lease_seconds)
-        }
+        lost = await self._filler.renew(self.claims, self._config.lease_seconds)
         for task, claim in list(self._running.items()):
-            if claim.record_id in lost:
+            # Not by Record: after an outage this pool may have claimed anew what it still holds.
+            if any(claim is other for other in lost):
                 logger.warning("the claim was lost; its work is given up", extra={"record": claim.record_id})
                 # Forget the task before it ends: work that ignores the cancel must not report a result.
                 self._running.pop(task)
@@ -255,6 +256,7 @@ class Pool(Generic[C]):
         if task.cancelled() or claim is None:
             return
         del self._running[task]
+        self.busy_at = time.monotonic()
         error = task.exception()
         if error is None:
             self.filled += task.result()

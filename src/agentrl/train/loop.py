@@ -113,10 +113,13 @@ class Trainer:
         """Return the next step's data; None at the end of the data or on ``stop``."""
         take = asyncio.create_task(self.stream.take(self.progress.step + 1))
         try:
-            await wait_for_any(self.stop, self.lease.lost, tasks=(take,), timeout=None)
-            # Ask the lease for the error to raise: the event has none.
+            publisher = self.publisher
+            await wait_for_any(self.stop, self.lease.lost, publisher.broken, tasks=(take,), timeout=None)
+            # Ask the lease and the publisher for the error to raise: the events have none.
             if self.lease.lost.is_set():
                 await self.lease.check()
+            if publisher.broken.is_set() and publisher.flight is not None:
+                publisher.flight.task.result()
             batch = take.result() if take.done() else None
         finally:
             await end_tasks(take)
@@ -151,16 +154,16 @@ class Trainer:
                 if not result.is_finite:
                     span.fail("not_finite")
                     await self._skip(plan, result.metrics)
-                    return
-                report = await self.stream.report(plan.step, batch, window)
-                # Take the clock here: what is published of this step counts for the next one.
-                metrics = {**result.metrics, **report, **self.publisher.metrics, **self.clock.take()}
-                with tracer().span("commit"):
-                    await self._commit(plan, metrics, window.tasks)
-                self.token_writer.start(plan, result.tokens)
-                shown = {f"agentrl.{name}": metrics.get(name) for name in _METRICS}
-                span.set({name: value for name, value in shown.items() if isinstance(value, int | float)})
-                await self.publisher.offer()
+                else:
+                    report = await self.stream.report(plan.step, batch, window)
+                    # Take the clock here: what is published of this step counts for the next one.
+                    metrics = {**result.metrics, **report, **self.publisher.metrics, **self.clock.take()}
+                    with tracer().span("commit"):
+                        await self._commit(plan, metrics, window.tasks)
+                    self.token_writer.start(plan, result.tokens)
+                    shown = {f"agentrl.{name}": metrics.get(name) for name in _METRICS}
+                    span.set({name: value for name, value in shown.items() if isinstance(value, int | float)})
+                    await self.publisher.offer()
             with self.clock("publish"):
                 await self.publisher.wait_for_bound()
 

@@ -205,6 +205,8 @@ class Publisher:
     """The last publication failed; the next step is published, whether it is due or not."""
     is_ending: bool = False
     """Begin no version but the last one."""
+    broken: asyncio.Event = field(default_factory=asyncio.Event)
+    """The task of ``flight`` has ended with an error that is no PublishError: it ends training."""
     unstored: int = 0
     """Versions since the last stored one that were in the trainer's memory alone."""
     _base: PolicyVersion | None = None
@@ -253,6 +255,10 @@ class Publisher:
                 )  # fmt: skip
                 await wait_for_any(self.stop, self.lease.lost, timeout=min(backoff.next(), max(left, 0.0)))
                 self.failure = None
+            async with self.turns.turn():
+                await self._begin()
+        # A version that ended in this turn left newer weights to the turn's offer, which may have been over.
+        if self.flight is not None and self.flight.task.done() and self._is_due():
             async with self.turns.turn():
                 await self._begin()
         self._log_unpublished()
@@ -345,9 +351,10 @@ class Publisher:
         They are published every ``publish_steps``, and earlier if sampling waits for newer weights: admission
         counts the steps since the newest published version as staleness.
         """
-        step, ahead = self.progress.step, self.progress.step - self.progress.published_step
-        is_needed = step % self.config.publish_steps == 0 or ahead > self.max_staleness
-        return ahead > 0 and (is_needed or self.is_overdue)
+        step, published, every = self.progress.step, self.progress.published_step, self.config.publish_steps
+        # Count the multiples since then: the step of one may have passed while another version was written.
+        is_needed = step // every > published // every or step - published > self.max_staleness
+        return step > published and (is_needed or self.is_overdue)
 
     async def _begin_next(self, *, links: bool = False, is_last: bool = False, root: bool = False) -> None:
         """Copy the newest step, and begin to publish it; keep a PublishError in ``failure``.
@@ -367,7 +374,12 @@ class Publisher:
         if not (links and is_whole):
             files.linked.set_result(None)
         files.task = asyncio.create_task(self._publish(files))
+        files.task.add_done_callback(self._ended)
         self.flight = files
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self.broken.set()
 
     async def _copy(self, *, is_last: bool) -> StepFiles:
         progress, sync = self.progress, self.config.weight_sync
@@ -435,7 +447,7 @@ class Publisher:
         # Leave it to the step that is being trained, if there is one: ``offer`` follows it.
         if files.step < progress.step and not (self.is_ending or self.turns.is_taken):
             async with self.turns.turn():
-                if self.flight is files and self._is_due():
+                if self.flight is files and self._is_due() and not self.is_ending:
                     await self._begin_next(root=True)
 
     async def _publish_files(self, files: StepFiles) -> PolicyVersion:
@@ -533,16 +545,16 @@ class Publisher:
             and policy.adapter is None
         ):
             link = partial(link_files, Path(self.published.location))
-        state = CheckpointState(
-            run_name=self.folders.owner.run,
-            step=progress.step,
-            policy_version=progress.version,
-            train_steps=tuple(progress.train_steps),
-            architecture=architecture(policy.base),
-            attempt=progress.attempt,
-        )
         unfinished = None
         try:
+            state = CheckpointState(
+                run_name=self.folders.owner.run,
+                step=progress.step,
+                policy_version=progress.version,
+                train_steps=tuple(progress.train_steps),
+                architecture=architecture(policy.base),
+                attempt=progress.attempt,
+            )
             with tracer().span("save"):
                 await self.turns.take_device()
                 unfinished = await self._copy_checkpoint(roots, state, link)
