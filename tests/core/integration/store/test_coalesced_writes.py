@@ -28,6 +28,7 @@ def make_call(claim: Claim, index: int) -> DispatchedSamplingTask:
     return made_call(
         claim.record_id, index, parent=index - 1 if index else None, context=(1, 2, 3), output=(4, 5),
         messages=({"role": "tool", "execution": 0},) if index else ({"role": "user", "content": "?"},),
+        response={"content": "!"},
         tool_executions=(ToolExecution(name="add", arguments={}, result="3", error=True, seconds=0.1),),
     )  # fmt: skip
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.integration
 def make_call(claim: Claim, index: int, size: int = 3, version: int = 1) -> DispatchedSamplingTask:
     return made_call(
         claim.record_id, index, parent=index - 1 if index else None, output=range(size),
-        messages=({"role": "user", "content": "?"},),
+        messages=({"role": "user", "content": "?"},), response={"content": "!", "tool_calls": []},
         versions=(VersionSpan(version=version, start=0, end=size),),
     )  # fmt: skip
 

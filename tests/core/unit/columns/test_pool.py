@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ class Fills:
     work: Callable[[], Any] = lambda: asyncio.sleep(0)
     lost: list[str] = field(default_factory=list)
     """Whose lease others have taken over."""
+    lost_claims: list[Claim] = field(default_factory=list)
     mine: list[str] = field(default_factory=list)
     """What the database has granted."""
     filled: list[str] = field(default_factory=list)
@@ -49,7 +51,8 @@ class Fills:
         return True
 
     async def renew(self, claims: Sequence[Claim], lease_seconds: float) -> Collection[Claim]:
-        return [claim for claim in claims if claim.record_id in self.lost]
+        gone, self.lost_claims = self.lost_claims, []
+        return [*gone, *(claim for claim in claims if claim.record_id in self.lost)]
 
     async def release(self, claims: Sequence[Claim]) -> Collection[Claim]:
         self.released += [claim.record_id for claim in claims]
@@ -99,6 +102,67 @@ async def test_work_of_a_lost_claim_is_given_up_and_not_handed_back() -> None:
     pool = pool_of(filler, lease_seconds=0.03)
     await run(pool)
     assert (pool.filled, filler.released) == (0, [])
+
+
+async def test_a_claim_that_was_made_anew_outlives_the_loss_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After an outage longer than a lease, a pool may claim what it still works on."""
+    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.01)
+    filler, stop = Fills(["a", "a"], asyncio.Event().wait), asyncio.Event()
+    pool = pool_of(filler, lease_seconds=0.03)
+    running = asyncio.create_task(run(pool, stop))
+    await until(lambda: len(pool) == 2)
+    first, second = pool.claims
+    filler.lost_claims = [first]
+    await until(lambda: len(pool) == 1)
+    assert pool.claims[0] is second
+    stop.set()
+    await running
+    assert filler.released == ["a"]
+
+
+async def test_work_that_a_cancel_ended_does_not_let_the_pool_claim_without_a_rest() -> None:
+    """It is held until the other cancelled work has ended too, which may take seconds."""
+    ends, looks = asyncio.Event(), 0
+
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if filler.waiting_for_end:
+                filler.waiting_for_end = False
+                await ends.wait()
+            raise
+
+    class Counting(Fills):
+        waiting_for_end = True
+
+        async def claim(self, free: int) -> Sequence[Claim]:
+            nonlocal looks
+            looks += 1
+            return await super().claim(free)
+
+    filler, stop = Counting(["a", "b"], slow_to_end), asyncio.Event()
+    pool = Pool(pool_of(filler)._store, filler, ClaimConfig(lease_seconds=60.0), concurrency=3)
+    running = asyncio.create_task(run(pool, stop))
+    await until(lambda: len(pool) == 2)
+    cancelling = asyncio.create_task(pool.cancel(["a", "b"]))
+    before = looks
+    await asyncio.sleep(0.2)
+    assert looks <= before + 2
+    ends.set()
+    assert len(await cancelling) == 2
+    stop.set()
+    await running
+
+
+async def test_a_pool_is_busy_until_its_last_work_ends() -> None:
+    filler = Fills(["a"], lambda: asyncio.sleep(0.1))
+    pool = pool_of(filler)
+    began = time.monotonic()
+    await run(pool)
+    assert pool.busy_at >= began + 0.09
 
 
 async def test_a_claim_whose_answer_an_outage_lost_is_handed_back_when_found_again(

@@ -165,6 +165,74 @@ async def test_after_an_error_no_version_is_begun_of_a_step_that_is_not_committe
     assert trainer.publisher.flight.step == 1
 
 
+async def test_an_error_of_the_publisher_ends_the_wait_for_data(
+    store: FakeStore, start: Start, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.unfinished_groups = 1
+    trainer = await start(save_steps=99, max_staleness=9)
+    running = asyncio.create_task(trainer.run())
+    await until(lambda: committed(store) == 3)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(type(trainer.controller), "write_version", fail)
+    disk.is_free.set()
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        await asyncio.wait_for(running, 20)
+
+
+async def test_a_version_that_ends_late_in_a_turn_is_followed_by_newer_weights(
+    store: FakeStore, start: Start, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step's offer is over by then, and no other comes while the trainer waits for data."""
+    store.unfinished_groups = 1
+    trainer = await start(save_steps=99, max_staleness=9)
+    publisher = trainer.publisher
+    offer = publisher.offer
+
+    async def offer_late() -> None:
+        await offer()
+        if publisher.progress.step == 3:
+            disk.is_free.set()
+            await publisher.flight.task
+
+    monkeypatch.setattr(publisher, "offer", offer_late)
+    running = asyncio.create_task(trainer.run())
+    await until(lambda: publisher.progress.published_step == 3)
+    trainer.stop.set()
+    await running
+
+
+async def test_a_multiple_of_publish_steps_that_passed_meanwhile_is_made_up_for(
+    store: FakeStore, start: Start, disk: SlowDisk
+) -> None:
+    for name in "ghij":
+        store.add(*group(name))
+    store.unfinished_groups = 1
+    trainer = await start(save_steps=99, max_staleness=9, publish_steps=2)
+    running = asyncio.create_task(trainer.run())
+    await until(lambda: committed(store) == 5)
+    disk.is_free.set()
+    await until(lambda: trainer.progress.published_step >= 4)
+    trainer.stop.set()
+    await running
+
+
+async def test_a_checkpoint_that_cannot_be_described_does_not_hold_up_the_version(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its version waits for the checkpoint to link the files: an hour, if nobody tells it."""
+    trainer = await start(save_steps=1)
+
+    def gone(folder: Path) -> Any:
+        raise OSError("the folder of the base model is gone")
+
+    monkeypatch.setattr(publishing, "architecture", gone)
+    with pytest.raises(OSError, match="base model is gone"):
+        await asyncio.wait_for(trainer.run(), 20)
+
+
 async def test_what_fails_beside_the_error_of_training_does_not_hide_it(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
