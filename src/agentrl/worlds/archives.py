@@ -113,8 +113,8 @@ def _is_put_back(name: str, is_folder: bool, named: frozenset[str]) -> bool:
 
 
 def _parents(name: str) -> list[str]:
-    """Return the folders that lead to a member."""
-    return [str(parent) for parent in Path(name).parents][:-1]
+    """Return the folders that lead to a member, whose name is normalized."""
+    return [name[: slash.start()] for slash in re.finditer("/", name)]
 
 
 def _copy(archive: Path, target: tarfile.TarFile, wanted: Callable[[str, bool], bool]) -> None:
