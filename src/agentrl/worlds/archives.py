@@ -17,16 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from agentrl.base.untrusted_folder import DEEPEST
+
 WORKSPACE: Final = "workspace"
 HOME: Final = "home"
 TEMPORARY: Final = "tmp"
 _STEERING: Final = re.compile(
-    r"(^|/)((conftest|sitecustomize|usercustomize)\.py|\.?pytest\.ini|tox\.ini|entry_points\.txt|[^/]+\.(pth|pyc)"
-    r"|__pycache__|\.git/(hooks|config|config\.worktree|commondir))(/|$)|(^|/)\.git$"
+    r"(^|/)(conftest\.py|(site|user)customize(\.[^/]+)?|\.?pytest\.(ini|toml)|tox\.ini|entry_points\.txt"
+    r"|[^/]+\.(pth|pyc)|__pycache__"
+    r"|\.git/((modules|worktrees)/([^/]+/)+)?(hooks|config|config\.worktree|commondir))(/|$)|(^|/)\.git$"
 )
 """Files of a working directory that run code of their own, or choose what is run, when tests are started.
 
-A file or link ``.git`` is one: it leads to a repository elsewhere. A folder ``.git`` is work.
+A file or link ``.git`` is one: it leads to a repository elsewhere. A folder ``.git`` is work, but submodules
+have their repositories in it. Python imports ``sitecustomize`` as a package or an extension too.
 """
 _OWNER: Final = 1000
 """The user in the sandbox."""
@@ -109,38 +113,63 @@ def _is_put_back(name: str, is_folder: bool, named: frozenset[str]) -> bool:
 
 
 def _parents(name: str) -> list[str]:
-    """Return the folders that lead to a member."""
-    return [str(parent) for parent in Path(name).parents][:-1]
+    """Return the folders that lead to a member, whose name is normalized."""
+    return [name[: slash.start()] for slash in re.finditer("/", name)]
 
 
 def _copy(archive: Path, target: tarfile.TarFile, wanted: Callable[[str, bool], bool]) -> None:
-    """Copy the members that ``wanted`` takes by name and kind, and no link to any other; unlock them."""
+    """Copy the members that ``wanted`` takes by name and kind; unlock them.
+
+    If only other names of a file than its first are wanted, the first of these becomes the file. Copying it
+    for each would let one file with many names fill the disk.
+    """
+    left_out: dict[str, tarfile.TarInfo] = {}
+    first_names: dict[str, str] = {}
     with tarfile.open(archive) as source:
         for member in source:
-            links_away = member.islnk() and not wanted(os.path.normpath(member.linkname), False)
+            name, origin = os.path.normpath(member.name), member
             member.mode |= 0o700 if member.isdir() else 0o600
-            if wanted(os.path.normpath(member.name), member.isdir()) and not links_away:
-                target.addfile(member, source.extractfile(member) if member.isreg() else None)
+            if not wanted(name, member.isdir()):
+                if member.isreg():
+                    left_out[name] = member
+                continue
+            linked = os.path.normpath(member.linkname)
+            if member.islnk() and not wanted(linked, False):
+                if linked in first_names:
+                    member.linkname = first_names[linked]
+                elif linked in left_out:
+                    first_names[linked], origin = name, left_out[linked]
+                    member.type, member.size, member.linkname = tarfile.REGTYPE, origin.size, ""
+                else:
+                    continue
+            target.addfile(member, source.extractfile(origin) if member.isreg() else None)
 
 
 def keep(packed: Path, archive: Path, max_bytes: int, max_files: int) -> bool:
     """Replace the archive by what a container has packed, which may be anything; False if it is too large.
 
-    Kept are files, folders and links, and all belong to the user. A sparse file counts as whole. Raises
-    tarfile.TarError.
+    Kept are files, folders and links, and all belong to the user. A sparse file counts as whole. More levels
+    of folders than ``DEEPEST`` are too large. Raises tarfile.TarError.
     """
     fresh = archive.with_suffix(".kept")
     size = count = 0
+    is_file: dict[str, bool] = {}
     with tarfile.open(packed, "r:") as source, tarfile.open(fresh, "w", format=tarfile.GNU_FORMAT) as target:
         for member in source:
             member.name = os.path.normpath(member.name)
-            leaves = member.name.startswith(("/", "..")) or member.name == "."
+            leaves = member.name.startswith("/") or member.name.split("/", 1)[0] in ("..", ".")
             if leaves or _owned(member) is None:
                 continue
             size, count = size + member.size, count + 1
-            if size > max_bytes or count > max_files:
+            if size > max_bytes or count > max_files or member.name.count("/") > DEEPEST:
                 fresh.unlink()
                 return False
+            # What has the name of a link as its folder would be written where the link leads.
+            through = not is_file.keys().isdisjoint(_parents(member.name))
+            if through or (member.islnk() and not is_file.get(os.path.normpath(member.linkname))):
+                continue
+            if not member.isdir():
+                is_file[member.name] = member.isreg()
             member.mode &= 0o777
             member.type = tarfile.REGTYPE if member.isreg() else member.type
             target.addfile(member, source.extractfile(member) if member.isreg() else None)

@@ -58,6 +58,9 @@ HELD: dict[str, tuple[str, list[str]]] = {
     "usercustomize": (CUSTOMIZED, ALL),
     "usercustomize, all restored": (CUSTOMIZED, ["."]),
     "sitecustomize on PYTHONPATH": ('echo "import os; os._exit(0)" > sitecustomize.py', ALL),
+    "sitecustomize as a package": (
+        "mkdir sitecustomize; echo \"import os; os._exit(0)\" > sitecustomize/__init__.py", ALL
+    ),
     "path configuration": (f'{USER_SITE}echo "import os; os._exit(0)" > "$d/evil.pth"', ALL),
     "programs in PATH": (
         "for d in ~/bin ~/.local/bin . /usr/local/bin /usr/bin; do mkdir -p $d;"

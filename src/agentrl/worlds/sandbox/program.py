@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
-from agentrl.base.untrusted_folder import TooDeepError, discard, entries_of
+from agentrl.base.untrusted_folder import DEEPEST, TooDeepError, discard, entries_of
 from agentrl.worlds.sandbox import linux, seccomp
 
 MAIN = "main.py"
@@ -187,25 +187,58 @@ def _processes_of_user() -> int:
 
 
 def extract(descriptor: int, directory: str) -> None:
-    """Extract an archive that ``save`` or this package wrote."""
+    """Extract an archive that ``save`` or this package wrote; nothing outside ``directory`` is changed.
+
+    Raises tarfile.ExtractError for what would be written elsewhere.
+    """
     with os.fdopen(descriptor, "rb") as source, tarfile.open(fileobj=source) as archive:
         archive.extraction_filter = lambda member, _: member
-        archive.extractall(directory, numeric_owner=True)
+        # Not by the filter: early releases of Python 3.11 call none.
+        archive.extractall(directory, _inside(archive, os.path.realpath(directory)), numeric_owner=True)
+
+
+def _inside(archive: tarfile.TarFile, root: str) -> Iterator[tarfile.TarInfo]:
+    """Yield each member when those before it have been extracted: they may have made links.
+
+    Links may lead anywhere, as the program's own do, but nothing is written through them. A file or folder
+    takes the place of a link with its name, but for a link to a folder inside.
+    """
+
+    def leads_away(path: str) -> bool:
+        return os.path.commonpath((root, os.path.realpath(path))) != root
+
+    for member in archive:
+        member.name = os.path.normpath(member.name)
+        path = os.path.join(root, member.name)
+        # A hard link counts as the file itself, whose mode and content would change.
+        linked = [os.path.join(root, member.linkname)] if member.islnk() else []
+        for place in (os.path.dirname(path), *linked):
+            if leads_away(place):
+                raise tarfile.ExtractError(f"{member.name!r} would change {os.path.realpath(place)}")
+        if os.path.islink(path) and not (member.isdir() and os.path.isdir(path) and not leads_away(path)):
+            os.unlink(path)
+        yield member
 
 
 def save(descriptor: int, directory: str, job: Job) -> bool:
-    """Archive the program's directory; return False if it is too large or cannot be read."""
+    """Archive the program's directory; return False if it is too large or deep, or cannot be read."""
     limit = int(job.limits["disk_mb"]) << 20
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * limit + (4 << 20), resource.RLIM_INFINITY))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         with os.fdopen(descriptor, "wb") as target:
             with tarfile.open(fileobj=target, mode="w", format=tarfile.GNU_FORMAT) as archive:
-                archive.add(directory, arcname=".", filter=plain)
+                archive.add(directory, arcname=".", filter=_not_too_deep)
             target.flush()
     except (OSError, ValueError, tarfile.TarError, RecursionError):
         return False
     return True
+
+
+def _not_too_deep(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    if member.name.count("/") > DEEPEST:
+        raise TooDeepError(f"the program's directory has more than {DEEPEST} levels of folders")
+    return plain(member)
 
 
 def plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
