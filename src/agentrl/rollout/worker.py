@@ -126,12 +126,7 @@ class Worker:
                 if error.outage is None or is_to_blame:
                     await self._fail(claim, error.kind, error)
                 else:
-                    # It has waited for too long. Releasing its slot uses up no attempt.
-                    logger.warning(
-                        "slot released: what its trajectory needs stays down",
-                        extra={"record": claim.record_id, "why": failure_text(error)},
-                    )
-                    await self.store.attempts.release(claim)
+                    await self._give_back(claim, error)
             except (ConfigError, LeaseLostError, StoreUnavailableError, StoreDeniedError):
                 raise
             except Exception as error:
@@ -255,6 +250,14 @@ class Worker:
             self.outages.begin_probes(claim.record_id, (), claim.task.scorer)
         context = scorer_context(claim.task, rollout, outcome, self.sampling)
         return await self.scoring.score(claim, context, span)
+
+    async def _give_back(self, claim: Claim, error: FailureError) -> None:
+        """Release the slot of a trajectory that has waited for too long; this uses up no attempt."""
+        logger.warning(
+            "slot released: what its trajectory needs stays down",
+            extra={"record": claim.record_id, "why": failure_text(error)},
+        )
+        await self.store.attempts.release(claim)
 
     async def _fail(self, claim: Claim, kind: str, why: Exception | str) -> None:
         message = failure_text(why)

@@ -147,7 +147,7 @@ def test_a_server_that_is_away_or_another_one_is_named_when_tasks_are_loaded(rob
         f"env:openenv?url={robot.url}/reset": "answered 404",
         f"env:openenv?url={robot.url}&observation_field=board": "no field 'board'; it has",
         f"env:openenv?url={robot.url}&action_field=go": "the action has move",
-        f"env:openenv?url={robot.url}&reward=mean": "not one of sum, last",
+        f"env:openenv?url={robot.url}&reward=mean": "reward is 'mean'; it must be 'sum' or 'last'",
         "env:openenv?url=robot": "not an http:// or https:// address",
     }.items():
         with pytest.raises(TaskFileError, match=problem):
