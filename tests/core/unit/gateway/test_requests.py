@@ -20,6 +20,7 @@ from agentrl.config.schema import ModelConfig
 from agentrl.documents.images import image_of_bytes, image_refs
 from agentrl.gateway import answerer, feedback
 from agentrl.gateway.answerer import Chains, store_images
+from agentrl.gateway.app import parse_body
 from agentrl.gateway.dialects import fields
 from agentrl.gateway.dialects.anthropic_messages import Messages
 from agentrl.gateway.dialects.fields import load_body
@@ -163,6 +164,23 @@ BIG = b"9" * 311
 async def test_what_nothing_can_hold_is_bad_input(body: bytes, words: str) -> None:
     with pytest.raises(GatewayError, match=words) as caught:
         await read_reward(STORE, "r", load_body(body))
+    assert caught.value.status == 400
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("dialect", "body"),
+    [
+        (ChatCompletions(), b'{"model": "m", "messages": [{"role": %b, "content": "x"}]}'),
+        (Responses(), b'{"model": "m", "input": [{"role": %b, "content": "x"}]}'),
+        (Messages(), b'{"model": "m", "messages": [{"role": "user", "content": "x"}],'
+                     b' "tool_choice": {"type": %b}}'),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_nested_too_deeply_is_bad_input(dialect: Any, body: bytes) -> None:
+    # orjson reads 1,024 levels, more than Python writes.
+    with pytest.raises(GatewayError, match="nested too deeply") as caught:
+        parse_body(dialect, body % (b'{"a":' * 1015 + b"1" + b"}" * 1015))
     assert caught.value.status == 400
 
 
