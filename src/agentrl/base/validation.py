@@ -156,9 +156,10 @@ def _line_of(text: str, place: Place) -> int | None:
 
 _SHOWN = 200
 _SECRET = re.compile(
-    r"(?!max_[a-z_]*tokens\Z).*(key|token|secret|password|headers|authorization)", re.IGNORECASE | re.DOTALL
+    r"(?!(?:max_[a-z_]*tokens|stop_token_ids)\Z).*(key|token|secret|password|headers|authorization)",
+    re.IGNORECASE | re.DOTALL,
 )
-"""Names of values that errors do not show; ``max_tokens`` and its like are counts."""
+"""Names of values that errors do not show; ``max_tokens`` and its like are counts, ``stop_token_ids`` ids."""
 
 
 class SettingsModel:
@@ -220,10 +221,15 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def problems_of(error: ValidationError, given: Any, *place: str | int, whole: str = "it") -> list[Problem]:
-    """Return what is wrong with ``given``, which stands at ``place``; ``whole`` names it if that is empty."""
+def problems_of(
+    error: ValidationError, given: Any, *place: str | int, whole: str = "it", most: int | None = None
+) -> list[Problem]:
+    """Return what is wrong with ``given``, which stands at ``place``; ``whole`` names it if that is empty.
+
+    At most ``most`` problems are returned; None: all.
+    """
     try:
-        return [_problem(item, given, place, whole) for item in error.errors(include_url=False)]
+        return [_problem(item, given, place, whole) for item in error.errors(include_url=False)[:most]]
     except UnicodeEncodeError:  # pydantic cannot name a key that UTF-8 cannot hold
         where = dotted(place) or whole
         return [Problem(place, f"{where} has a key with a lone surrogate, half an emoji", "correct that key")]
@@ -234,7 +240,7 @@ def check(kind: type[T], given: Any, refuse: Callable[[Problem], Exception], *pl
     try:
         return validate(kind, given)
     except ValidationError as error:
-        raise refuse(problems_of(error, given, *place)[0]) from error
+        raise refuse(problems_of(error, given, *place, most=1)[0]) from error
 
 
 def read_config(
@@ -249,17 +255,18 @@ def _problem(item: ErrorDetails, given: Any, outer: Place, whole: str) -> Proble
     inner = (*(part for part in item["loc"] if not _is_tag(part)), *context.get("place", ()))
     place = (*outer, *inner)
     hint = context.get("hint")
+    name = _cut(dotted(place))
     match item["type"]:
         case "unknown_key":
             place = (*place, context["key"])
-            text = f"unknown key {dotted(place)!r}"
+            text = f"unknown key {_cut(dotted(place))!r}"
             return Problem(place, text, did_you_mean(context["key"], context["known"]))
         case "missing":
-            return Problem(place, f"{dotted(place)!r} is missing", hint)
+            return Problem(place, f"{name!r} is missing", hint)
         case "broken_rule":
-            return Problem(place, f"{dotted(place)} {context['text']}".strip(), hint)
+            return Problem(place, f"{name} {context['text']}".strip(), hint)
         case "value_error":
-            return Problem(place, f"{dotted(place) or whole}: {context['error']}", hint)
+            return Problem(place, f"{name or whole}: {context['error']}", hint)
         case "wrong_value":
             expected = context["expected"]
         case "literal_error" | "enum":
@@ -269,9 +276,10 @@ def _problem(item: ErrorDetails, given: Any, outer: Place, whole: str) -> Proble
             bounds = {name: f"{it:g}" if isinstance(it, float) else it for name, it in context.items()}
             expected = _EXPECTED[kind].format_map(bounds) if kind in _EXPECTED else item["msg"]
     if item["loc"][-1:] == ("[key]",):
-        return Problem(place, f"{dotted(place[:-1])} has the key {place[-1]!r}; it must be {expected}", hint)
+        key = _cut(repr(place[-1]))
+        return Problem(place, f"{dotted(place[:-1])} has the key {key}; it must be {expected}", hint)
     shown = _shown(_value(given, inner), place)
-    return Problem(place, f"{dotted(place) or whole} is {shown}; it must be {expected}", hint)
+    return Problem(place, f"{name or whole} is {shown}; it must be {expected}", hint)
 
 
 def _is_tag(part: str | int) -> bool:
@@ -281,6 +289,8 @@ def _is_tag(part: str | int) -> bool:
 
 def _value(given: Any, place: Place) -> Any:
     for part in place:
+        if isinstance(given, str):  # one text in place of a list of texts
+            return given
         try:
             given = given[part]
         except (LookupError, TypeError):
@@ -292,12 +302,19 @@ def _shown(value: Any, place: Place) -> str:
     """Return a value as errors show it; of one that may be a secret only its kind."""
     if any(isinstance(part, str) and _SECRET.match(part) for part in place):
         return f"of the kind {type(value).__name__}"
-    text = ascii(value)
+    try:
+        return _cut(ascii(value))
+    except RecursionError:
+        return "nested too deeply"
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 _EXPECTED: Mapping[str, str] = {
     "string_type": "text",
+    "string_unicode": "text without a lone surrogate",
     "string_too_short": "text that is not empty",
     "bool_type": "true or false",
     "int_type": "a whole number",

@@ -382,7 +382,7 @@ class CallWriter:
                 await self._store.model_calls.add(self._claim, *calls)
                 # Take calls off the queue once they are stored: to ``flush``, an empty one means all are.
                 for _ in calls:
-                    self._queue.popleft().forget_prompt()
+                    self._queue.popleft().forget_stored()
                 self._written.set()
         except Exception as error:  # noqa: BLE001  ``write`` and ``flush`` raise it
             self._error = error

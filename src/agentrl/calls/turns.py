@@ -141,9 +141,13 @@ class Turn:
         messages = [*prompt.messages, self.response]
         return Chain(self.id, prompt.ids, output, messages, prompt.encoded, prompt.images)
 
-    def forget_prompt(self) -> None:
-        """Drop the prompt of a stored call: an agent may keep all its turns, and prompts grow."""
+    def forget_stored(self) -> None:
+        """Drop what only the document of a stored call needs: an agent may keep all its turns.
+
+        Prompts grow, and the routing of a long answer has megabytes. Its ids stay: the next prompt has them.
+        """
         self.prompt = Prompt(ids=[], context_ids=[], messages=(), new_messages=())
+        self.generation = replace(self.generation, routing=b"", sampling_mask=b"", logprobs=())
 
     def refuse(self, problem: str) -> str:
         """Keep the first problem of the format; return the text that the model reads."""

@@ -205,7 +205,7 @@ class GatewayApp:
         role = request.path_params.get("role")
         if role is not None and (problem := role_problem(role)) is not None:
             raise invalid(problem, "role")
-        asked = await aside(len(body), lambda: dialect.parse(load_body(body)))
+        asked = await aside(len(body), lambda: parse_body(dialect, body))
         return replace(asked, role=role, size=len(body)), (body, request.headers.get("idempotency-key"))
 
     async def _caller(self, request: Request, *, checks_known: bool) -> Caller:
@@ -537,3 +537,11 @@ def main_messages(calls: Sequence[DispatchedSamplingTask]) -> list[dict[str, obj
     if main is None:
         return []
     return chain_of({call.id: call for call in calls}, main.calls[-1].id).messages
+
+
+def parse_body(dialect: Dialect, body: bytes) -> GatewayRequest:
+    """Return the request of a body. Raises GatewayError for what is wrong with it."""
+    try:
+        return dialect.parse(load_body(body))
+    except RecursionError as error:  # a value of a thousand levels where a name is expected
+        raise invalid("the body is nested too deeply") from error

@@ -31,12 +31,15 @@ from agentrl.errors import (
     StoreUnavailableError,
     TrajectoryError,
 )
-from agentrl.gateway.dialects.fields import checked, short
+from agentrl.gateway.dialects.fields import Object, checked, short
 from agentrl.gateway.request import GatewayError, invalid
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
 
+
+MAX_REWARDS = 10_000
+"""Most model calls, and most roles, that one body rewards."""
 
 TrainRule = Callable[[Sequence[Branch]], Sequence[int]]
 """Returns the indexes of the model calls to train."""
@@ -100,15 +103,23 @@ def _finite(value: Any) -> float:
     return float(value)
 
 
+def _few(value: Any) -> Any:
+    # Before the rewards are read: pydantic would list what is wrong with each of a million.
+    if isinstance(value, dict) and len(value) > MAX_REWARDS:
+        raise wrong(f"a mapping of at most {MAX_REWARDS}")
+    return value or {}
+
+
 Score = Annotated[float, BeforeValidator(_finite)]
+Rewards = Annotated[Mapping[str, Score], BeforeValidator(_few)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reward(SettingsModel):
     score: Score
-    call_rewards: Mapping[str, Score] = field(default_factory=dict)
-    role_rewards: Mapping[str, Score] = field(default_factory=dict)
-    details: Mapping[str, Any] = field(default_factory=dict)
+    call_rewards: Rewards = field(default_factory=dict)
+    role_rewards: Rewards = field(default_factory=dict)
+    details: Object = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

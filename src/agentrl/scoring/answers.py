@@ -89,7 +89,7 @@ LINE = "Answer:"
 """The schema of a last line ``Answer: 34``, as DAPO's and simple-evals' prompts ask for it."""
 _WORD = re.compile(rf"[A-Za-z_][A-Za-z0-9_.-]*|####|{LINE}")
 _LINE = re.compile(r"\banswer[ \t*_]*[:：][\s*_]*(\S[^\n]*)", re.IGNORECASE)
-_HASHES = re.compile(r"####(?!#)[ \t]*\n?[ \t]*([^\s#][^\n#]*)")
+_HASHES = re.compile(r"####(?!#)[ \t]*(?:\n[ \t]*)?([^\s#][^\n#]*)")
 
 
 def check_schema(schema: str) -> None:

@@ -106,7 +106,7 @@ _KEPT_CHARS = 8192
 """Characters of a reply that a Record keeps: its end, where the verdict is."""
 
 _LABEL = r"(?:final\s+)?(?:verdict|answer|judge?ment|decision|grade|result|conclusion)"
-_VERDICT = re.compile(rf"(?:{_LABEL}\s*(?:is\s*)?:?\s*)?(in)?correct", re.IGNORECASE)
+_VERDICT = re.compile(rf"(?:{_LABEL}\s*+(?:is\s*+)?(?::\s*+)?)?(in)?correct", re.IGNORECASE)
 _MARKUP = " \t*_`\"'“”‘’.!"
 
 _answers: SharedAnswers[Any] = SharedAnswers()
@@ -199,7 +199,7 @@ Criteria: {criteria}
 Reply with one line for each criterion, and nothing else: its number, a colon, and Met or Unmet. For example:
 1: Met"""
 
-_LINE = re.compile(r"\W*(\d{1,4})\s*[.:)]\W*\s*(un|not\s)?met\W*", re.IGNORECASE)
+_LINE = re.compile(r"\W*+(\d{1,4})\s*+[.:)]\W*+(un|not\s)?met\W*+", re.IGNORECASE)
 _HINT = 'give the task a field like "rubric": [{"criterion": "names the river", "weight": 2}]'
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from agentrl.base.validation import SettingsModel, read_config, wrong
 from agentrl.documents.document import excerpt
@@ -29,7 +29,15 @@ def _json_object(text: str) -> str:
     return text
 
 
-FromOne = Annotated[int, Field(ge=1)]
+def _digits(text: str) -> str:
+    # Not as int() reads it: 1_000 and 1.0 are slips of the hand.
+    if not (text.isascii() and text.isdigit()):
+        raise wrong("a whole number")
+    return text
+
+
+Digits = Annotated[int, BeforeValidator(_digits)]
+FromOne = Annotated[Digits, Field(ge=1)]
 JsonObject = Annotated[str, AfterValidator(_json_object)]
 """The text of a JSON object."""
 

@@ -16,9 +16,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Final
-
-from pydantic import Field
+from typing import Any, Final
 
 from agentrl.base.installation import clone
 from agentrl.base.user_code import call_name
@@ -38,7 +36,7 @@ from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import agent
 from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.scorers import ScorerContext, ScoreResult
-from agentrl.worlds.address import JsonObject, read_options
+from agentrl.worlds.address import Digits, JsonObject, read_options
 from agentrl.worlds.harness.agent import STOPPED, is_up
 
 _WORKER: Final = Path(__file__).with_name("verifiers_worker.py")
@@ -52,7 +50,7 @@ _START_SECONDS: Final = 300.0
 class _Options(SettingsModel):
     id: Text
     args: JsonObject = "{}"
-    skip: Annotated[int, Field(ge=0)] = 0
+    skip: Digits = 0
 
 
 @environment("verifiers")

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, ValidationError
 
+from agentrl.base import validation
 from agentrl.base.validation import (
     BesideFile,
     Count,
@@ -16,11 +17,13 @@ from agentrl.base.validation import (
     PlainText,
     Positive,
     PositiveWhole,
+    Problem,
     SettingsFile,
     SettingsModel,
     Switch,
     Text,
     broken,
+    check,
     problems_of,
     read_config,
     read_settings,
@@ -49,6 +52,7 @@ class Outer(SettingsModel):
     seconds: Positive = 1.0
     on: Switch = False
     api_key: Text = "none"
+    stop_token_ids: tuple[Count, ...] = ()
     inner: Inner = field(default_factory=Inner)
     items: tuple[Inner, ...] = ()
 
@@ -66,6 +70,7 @@ class Outer(SettingsModel):
         ({"inner": {"x": 1}}, "unknown key 'inner.x'", "choose one of kind, share"),
         ({"name": " "}, "name is ' '; it must be text that is not empty", None),
         ({"name": 3}, "name is 3; it must be text", None),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0] is -1; it must be at least 0", None),
         ({"note": [1]}, "note is [1]; it must be text", None),
         ({"count": -1}, "count is -1; it must be at least 0", None),
         ({"count": True}, "count is True; it must be a whole number", None),
@@ -100,6 +105,37 @@ def test_a_long_value_is_cut_and_the_whole_has_a_name() -> None:
     with pytest.raises(ValidationError) as caught:
         validate(Outer, {})
     assert problems_of(caught.value, {}, "part")[0].text == "'part.name' is missing"
+
+
+@pytest.mark.attack
+def test_of_many_problems_only_the_first_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Problem] = []
+    real = validation._problem
+
+    def write(*item: Any) -> Problem:
+        written.append(real(*item))
+        return written[-1]
+
+    monkeypatch.setattr(validation, "_problem", write)
+    with pytest.raises(ConfigError, match=r"items\[0\] is 0; it must be a mapping"):
+        check(Outer, {"name": "n", "items": [0] * 1000}, lambda problem: ConfigError(str(problem)))
+    assert len(written) == 1
+
+
+@pytest.mark.attack
+def test_a_value_that_is_nested_too_deeply_is_not_shown() -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(ConfigError, match="count is nested too deeply; it must be a whole number"):
+        check(Outer, {"name": "n", "count": nested}, lambda problem: ConfigError(str(problem)))
+
+
+@pytest.mark.attack
+def test_a_long_key_is_cut() -> None:
+    with pytest.raises(ConfigError, match="unknown key 'kkk") as caught:
+        check(Outer, {"k" * 9999: 1}, lambda problem: ConfigError(str(problem)))
+    assert len(caught.value.message) < 400
 
 
 @pytest.mark.attack

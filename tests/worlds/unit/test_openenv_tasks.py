@@ -62,6 +62,10 @@ def test_a_tool_has_the_schema_of_the_actions_without_metadata() -> None:
         ({"action": "both"}, "action is 'both'; it must be 'text', 'tool' or 'mcp'"),
         ({"max_sessions": "0"}, "max_sessions is '0'; it must be at least 1"),
         ({"max_turns": "many"}, "max_turns is 'many'; it must be a whole number"),
+        ({"max_turns": "1_000"}, "max_turns is '1_000'; it must be a whole number"),
+        ({"max_turns": "+1"}, r"max_turns is '\+1'; it must be a whole number"),
+        ({"max_turns": " 1 "}, "max_turns is ' 1 '; it must be a whole number"),
+        ({"max_sessions": "1.0"}, r"max_sessions is '1\.0'; it must be a whole number"),
         ({"reset": "[1]"}, r"reset is '\[1\]'; it must be a JSON object"),
     ],
 )

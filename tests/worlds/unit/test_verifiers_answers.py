@@ -1,4 +1,4 @@
-"""Whatever a process of verifiers writes, the rollouts that wait for it end."""
+"""An address of verifiers is checked; whatever its process writes, the rollouts that wait for it end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from agentrl.worlds.verifiers import _Worker
+from agentrl.environments.environment import TaskRequest
+from agentrl.errors import TaskFileError
+from agentrl.worlds.verifiers import Verifiers, _Worker
+
+
+@pytest.mark.parametrize("skip", ["1_000", "+1", " 1 ", "1.0", "-1", "many"])
+def test_a_skip_that_is_no_number_of_tasks_is_refused(skip: str) -> None:
+    request = TaskRequest(options={"id": "any", "skip": skip}, split="train", n=1, seed=0)
+    with pytest.raises(TaskFileError, match=r"skip is .* it must be a whole number"):
+        list(Verifiers.tasks(request))
 
 
 class Process:

@@ -202,7 +202,7 @@ _DEEPSEEK_NAME = r"\s*+([^\s<`][^\n<`]{0,255})"
 _DEEPSEEK_HEAD = re.compile(
     rf"\s*+{_CALL}(?:function{_SEPARATOR}{_DEEPSEEK_NAME}\s{{0,32}}+```json|{_DEEPSEEK_NAME}{_SEPARATOR})"
 )
-_DEEPSEEK_TAIL = re.compile(rf"\s*(?:```)?\s*(?:{_CALL_END}|(?=<｜tool▁calls▁end｜>)|$)")
+_DEEPSEEK_TAIL = re.compile(rf"\s*+(?:```\s*+)?(?:{_CALL_END}|(?=<｜tool▁calls▁end｜>)|$)")
 
 
 @tool_call_parser("deepseek_v3", "deepseek_v31")

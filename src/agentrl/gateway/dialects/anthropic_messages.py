@@ -13,9 +13,9 @@ from agentrl.documents.task_json import kind_of
 from agentrl.gateway.dialects.fields import (
     Fields,
     MessageList,
+    Object,
     Stops,
     Tokens,
-    checked,
     choose,
     named_event,
     refuse,
@@ -50,8 +50,8 @@ class _Fields(Fields):
     max_tokens: Tokens | None = None
     top_k: Tokens | None = None
     stop_sequences: Stops | None = None
-    tool_choice: Mapping[str, Any] | None = None
-    output_config: Mapping[str, Any] | None = None
+    tool_choice: Object | None = None
+    output_config: Object | None = None
 
 
 class Messages:
@@ -63,7 +63,7 @@ class Messages:
         refuse(body, "mcp_servers", "the gateway calls no tools; give them as tools", [])
         refuse(body, "container", "the gateway runs no code")
         warn_ignored(body, self.name, _KNOWN)
-        fields = checked(_Fields, body)
+        fields = _Fields.of(body)
         choice, output = fields.tool_choice or {"type": "auto"}, fields.output_config or {}
         warn_ignored(output, f"{self.name} output_config", frozenset({"format"}))
         kind = choice.get("type")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import orjson
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PlainValidator
 
-from agentrl.base.validation import Number, Switch, Text, Whole, check
+from agentrl.base.validation import Number, Switch, Text, Whole, check, wrong
 from agentrl.chat.parsers.arguments import validator_of
 from agentrl.documents.images import Part, joined
 from agentrl.documents.sampling import COLDEST
@@ -29,6 +29,8 @@ MAX_TOOLS = 512
 MAX_MESSAGES = 10_000
 MAX_STOPS = 16
 _MAX_WARNINGS = 64
+_LONGEST = 200
+"""Most characters of a place that an error's ``param`` has: a client may choose the keys of a mapping."""
 _warned: set[tuple[str, str]] = set()
 """(dialect, field) of the warnings that this process has logged."""
 _COLD = ("any", "temperature")
@@ -57,13 +59,29 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _stops(value: Any) -> Any:
+    # Before the texts are read: pydantic would list what is wrong with each of a million.
+    if isinstance(value, list) and len(value) > MAX_STOPS:
+        raise wrong(f"a list of at most {MAX_STOPS}")
+    return _listed(value)
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    # PHP writes an empty object as [], and other clients an empty field as "" or false.
+    if value and not isinstance(value, dict):
+        raise wrong("a mapping")
+    return value or {}
+
+
 Share = Annotated[Number, Field(ge=0.0, le=1.0)]
 Penalty = Annotated[Number, Field(ge=-2.0, le=2.0)]
 Tokens = Annotated[Whole, Field(ge=1, le=2**31 - 1)]
 Stop = Annotated[str, Field(min_length=1)]
 """Not ``Text``: a line end is a stop sequence too."""
-Stops = Annotated[tuple[Stop, ...], BeforeValidator(_listed), Field(max_length=MAX_STOPS)]
+Stops = Annotated[tuple[Stop, ...], BeforeValidator(_stops)]
 MessageList = Annotated[list[Any], Field(min_length=1, max_length=MAX_MESSAGES)]
+Object = Annotated[Mapping[str, Any], PlainValidator(_object)]
+"""An object whose items are read elsewhere; what is empty is an empty one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +93,12 @@ class Fields:
     temperature: Annotated[Number, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[Number, Field(ge=1e-6, le=1.0)] | None = None
     tools: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = None
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> Self:
+        """Return the fields of a body; it may hold others. Raises GatewayError."""
+        # Leave the others out: pydantic cannot read a key that UTF-8 cannot hold.
+        return checked(cls, {item.name: body[item.name] for item in fields(cls) if item.name in body})
 
     def changes(self, *names: str) -> dict[str, Any]:
         """Return the sampling parameters among ``names`` that are given.
@@ -94,7 +118,7 @@ class Fields:
 
 def checked(kind: type[T], given: Any) -> T:
     """Return a request, or a part of it, as the dataclass ``kind``. Raises GatewayError."""
-    return check(kind, given, lambda problem: invalid(str(problem), dotted(problem.place) or None))
+    return check(kind, given, lambda problem: invalid(str(problem), dotted(problem.place)[:_LONGEST] or None))
 
 
 def arguments_of(value: Any, where: str) -> dict[str, Any]:
@@ -186,7 +210,10 @@ def require_model(request: GatewayRequest, models: Sequence[str]) -> None:
 
 def short(value: Any) -> str:
     """Return a value for an error message, on one line."""
-    text = json.dumps(value, ensure_ascii=True, default=str)
+    try:
+        text = json.dumps(value, ensure_ascii=True, default=str)
+    except RecursionError:
+        return "nested too deeply"
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 

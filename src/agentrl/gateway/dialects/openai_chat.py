@@ -20,7 +20,6 @@ from agentrl.gateway.dialects.fields import (
     Stops,
     Tokens,
     arguments_of,
-    checked,
     choose,
     content_of,
     refuse,
@@ -83,7 +82,7 @@ class ChatCompletions:
         refuse(body, "functions", "give tools")
         refuse(body, "web_search_options", "give a tool that searches")
         warn_ignored(body, self.name, _KNOWN)
-        fields = checked(_Fields, body)
+        fields = _Fields.of(body)
         changes = fields.changes("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
         if fields.seed is not None:
             changes["seed"] = fields.seed % 2**31

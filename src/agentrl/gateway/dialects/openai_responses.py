@@ -14,9 +14,9 @@ from agentrl.documents.task_json import kind_of
 from agentrl.gateway.dialects.fields import (
     Fields,
     MessageList,
+    Object,
     Tokens,
     arguments_of,
-    checked,
     choose,
     content_of,
     named_event,
@@ -52,7 +52,7 @@ class _Fields(Fields):
     input: Annotated[MessageList, BeforeValidator(_listed)]
     max_output_tokens: Tokens | None = None
     previous_response_id: str | None = None
-    text: Mapping[str, Any] | None = None
+    text: Object | None = None
 
 
 class Responses(ChatCompletions):
@@ -66,7 +66,7 @@ class Responses(ChatCompletions):
         refuse(body, "top_logprobs", "only the logprob of the sampled token is known", 0)
         refuse(body, "prompt", "send input")
         warn_ignored(body, self.name, _KNOWN)
-        fields = checked(_Fields, body)
+        fields = _Fields.of(body)
         text, previous = fields.text or {}, fields.previous_response_id
         warn_ignored(text, f"{self.name} text", frozenset({"format"}))
         instructions = body.get("instructions")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -147,6 +148,19 @@ async def test_a_cancelled_trajectory_still_stores_what_is_queued(pending: list[
         await asyncio.sleep(0)
         await cancel(task)
     assert calls.stored == [0]
+
+
+async def test_a_stored_call_keeps_its_ids_alone(pending: list[Turn]) -> None:
+    call, calls = pending[0], SlowCalls()
+    ids = call.generation.output_ids
+    call.generation = replace(call.generation, routing=b"experts", sampling_mask=b"mask")
+    calls.opened.set()
+    async with asyncio.timeout(10), writer_of(calls) as writer:
+        await writer.write(call)
+        await writer.flush()
+        held = call.generation
+        assert (held.routing, held.sampling_mask, held.logprobs, call.prompt.ids) == (b"", b"", (), [])
+        assert held.output_ids == ids
 
 
 def user(text: str) -> Message:

@@ -279,3 +279,14 @@ def test_a_tool_server_cannot_hold_a_sampler_by_its_schema(
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", **schema}}}
     text = "a" * 60 + "!"
     assert validate_call(ToolCall("add", {"a": text, text: 1}), [tool]) is None
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("fence", ["", "```"])
+def test_spaces_behind_the_arguments_are_read_once(fence: str) -> None:
+    # Quadratic, it would take half an hour.
+    spaces = " " * 500_000
+    head = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{}"
+    parsed = parse_text(get_parser("deepseek_v31"), f"{head}{spaces}{fence}{spaces}x", ())
+    assert not parsed.tool_calls
+    assert "text behind the arguments" in str(parsed.error)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from pydantic import ValidationError
 from rollout_fakes import MemoryImages
 from tiny_vision import drawn, save_vision_model
 
@@ -17,8 +18,9 @@ from agentrl.calls.prompts import Chain, prefix_digests, prompt_of
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import ModelConfig
 from agentrl.documents.images import image_of_bytes, image_refs
-from agentrl.gateway import answerer
+from agentrl.gateway import answerer, feedback
 from agentrl.gateway.answerer import Chains, store_images
+from agentrl.gateway.app import parse_body
 from agentrl.gateway.dialects import fields
 from agentrl.gateway.dialects.anthropic_messages import Messages
 from agentrl.gateway.dialects.fields import load_body
@@ -153,6 +155,8 @@ BIG = b"9" * 311
         (b'{"score": 1, "call_rewards": {"\\ud800": 1}}', "has the key .*ud800.*a lone surrogate"),
         (b'{"score": 1, "role_rewards": {"\\ud800": 1}}', "has the key .*ud800.*a lone surrogate"),
         (b'{"\\ud800": 1}', "has the key .*ud800.*a lone surrogate"),
+        (b'{"score": 1, "details": [1]}', r"details is \[1\]; it must be a mapping"),
+        (b'{"%b": 1}' % (b"k" * 9999), "^unknown key 'k{200}…' .choose one of"),
         (b'{"score": 1, "reward": 2}', "unknown key 'reward' .did you mean"),
         (b"[" * 200_000, "the body is not JSON"),
     ],
@@ -161,6 +165,48 @@ async def test_what_nothing_can_hold_is_bad_input(body: bytes, words: str) -> No
     with pytest.raises(GatewayError, match=words) as caught:
         await read_reward(STORE, "r", load_body(body))
     assert caught.value.status == 400
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("dialect", "body"),
+    [
+        (ChatCompletions(), b'{"model": "m", "messages": [{"role": %b, "content": "x"}]}'),
+        (Responses(), b'{"model": "m", "input": [{"role": %b, "content": "x"}]}'),
+        (Messages(), b'{"model": "m", "messages": [{"role": "user", "content": "x"}],'
+                     b' "tool_choice": {"type": %b}}'),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_nested_too_deeply_is_bad_input(dialect: Any, body: bytes) -> None:
+    # orjson reads 1,024 levels, more than Python writes.
+    with pytest.raises(GatewayError, match="nested too deeply") as caught:
+        parse_body(dialect, body % (b'{"a":' * 1015 + b"1" + b"}" * 1015))
+    assert caught.value.status == 400
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("field", ["call_rewards", "role_rewards"])
+async def test_too_many_rewards_are_refused_before_each_is_read(field: str) -> None:
+    body = {"score": 1, field: {str(number): "x" for number in range(feedback.MAX_REWARDS + 1)}}
+    with pytest.raises(GatewayError, match=f"{field} is .* a mapping of at most 10000$") as caught:
+        await read_reward(cast("Any", None), "r", body)
+    cause = caught.value.__cause__
+    assert isinstance(cause, ValidationError)
+    assert cause.error_count() == 1
+
+
+@pytest.mark.attack
+async def test_the_place_of_a_wrong_reward_is_cut() -> None:
+    with pytest.raises(GatewayError, match="it must be a finite number") as caught:
+        await read_reward(cast("Any", None), "r", {"score": 1, "role_rewards": {"k" * 9999: "x"}})
+    assert max(len(caught.value.message), len(caught.value.param or "")) < 300
+
+
+@pytest.mark.parametrize("empty", [None, {}, [], "", 0])
+async def test_what_a_reward_leaves_empty_is_empty(empty: Any) -> None:
+    body = {"score": 1, "details": empty, "call_rewards": empty, "role_rewards": empty}
+    store = cast("Any", SimpleNamespace(gateways=Gateways()))
+    assert await read_reward(store, "r", body) == await read_reward(store, "r", {"score": 1})
 
 
 @pytest.mark.attack

@@ -63,6 +63,20 @@ def test_the_cost_grows_with_the_length_of_the_text(unit: str) -> None:
     assert time.process_time() - started < 2
 
 
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("text", "schema", "answer"),
+    [
+        ("####{}", "####", None), ("####{}#", "####", None), ("####{}\n{}", "####", None),
+        ("####{}72", "####", "72"), ("####{}\n{}72", "####", "72"), ("####{}\n\n72", "####", None),
+        ("answer{}", "Answer:", None), ("answer:{}", "Answer:", None), ("answer{}:{}72", "Answer:", "72"),
+    ],
+)  # fmt: skip
+def test_half_a_million_spaces_are_read_once(text: str, schema: str, answer: str | None) -> None:
+    # Quadratic, each would take half an hour.
+    assert extract_answer(text.replace("{}", " " * 500_000), schema) == answer
+
+
 @pytest.mark.parametrize("scorer", ["exact", "f1", "math", "0.8*exact + 0.2*format"])
 def test_a_scorer_that_compares_needs_an_answer(scorer: str) -> None:
     with pytest.raises(BadTaskError, match="compares with an answer, and the task has none"):

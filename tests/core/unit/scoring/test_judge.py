@@ -16,7 +16,7 @@ from waiting import until
 from agentrl.errors import ConfigError, DependencyKind, ScorerError
 from agentrl.llm.agent_config import load_browse, load_judge
 from agentrl.scoring import judge
-from agentrl.scoring.judge import SharedAnswers, judge_prompt, verdict_of
+from agentrl.scoring.judge import SharedAnswers, judge_prompt, verdict_of, verdicts_of
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, run_scorer
 
 
@@ -234,6 +234,23 @@ def test_a_template_of_ones_own_may_hold_other_braces() -> None:
 )  # fmt: skip
 def test_verdicts(reply: str, verdict: bool | None) -> None:
     assert verdict_of(reply) is verdict
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    "reply", ["verdict{}x", "verdict is{}x", "verdict:{}correct", "verdict{}is{}:{}correct"]
+)
+def test_spaces_of_a_verdict_are_read_once(reply: str) -> None:
+    # Cubic, each would take days.
+    assert verdict_of(reply.replace("{}", " " * 100_000)) is (True if reply.endswith("correct") else None)
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("reply", ["1:{}x", "{}1{}x", "1:{}met{}x", "1:{}met{}", "{}1{}:{}met"])
+def test_spaces_of_a_criterion_are_read_once(reply: str) -> None:
+    # Quadratic, each would take half an hour.
+    met = None if reply.endswith("x") else (True,)
+    assert verdicts_of(reply.replace("{}", " " * 500_000), 1) == met
 
 
 ENTRY = {"model": "a", "base_url": "http://x", "api_key": "k"}
