@@ -17,12 +17,10 @@ from otlp_collector import Collector, trace_flags, traced
 
 from agentrl.base.spans import NO_SPAN, Tracer, tracer, use_tracer
 from agentrl.errors import ConfigError, EngineError
+from agentrl.observe.span_exporters import MlflowFileExporter, Sender, login_headers
 from agentrl.observe.tracing import (
     TEXT_LIMIT,
     Destination,
-    MlflowFileExporter,
-    Sender,
-    login_headers,
     read_destination,
     render,
     render_messages,
