@@ -1,4 +1,4 @@
-"""Import every module of AgentRL as if no extra but the trainer's were installed; print those that cannot be."""
+"""Import every module as if no extra but the trainer's were installed; print those that cannot be."""
 
 from __future__ import annotations
 
