@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 PROGRAM = Path(__file__).resolve().parents[1] / "plain_imports.py"
+# Without trackers: Accelerate imports each that it finds installed.
 EXTRAS = (
-    "gcsfs", "langchain_core", "langgraph", "math_verify", "matplotlib", "mlflow", "opentelemetry.exporter",
+    "gcsfs", "langchain_core", "langgraph", "math_verify", "matplotlib", "opentelemetry.exporter",
     "opentelemetry.sdk", "pyarrow", "reasoning_gym", "s3fs", "textarena",
 )  # fmt: skip
 NEEDS_ONE = {
