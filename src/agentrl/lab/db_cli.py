@@ -18,7 +18,7 @@ from agentrl.observe.terminal import print_json
 
 if TYPE_CHECKING:
     from agentrl.lab.check.reading import CheckOptions
-    from agentrl.lab.regroup import RescoreReport
+    from agentrl.lab.rescore import RescoreReport
     from agentrl.lab.transfer import Manifest
 
 
@@ -357,7 +357,8 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.base.user_code import allow
     from agentrl.documents.status import RecordStatus
     from agentrl.documents.task import scorer_weights
-    from agentrl.lab.regroup import SCORED, RescoreOptions, rescore_run
+    from agentrl.lab.regroup import SCORED
+    from agentrl.lab.rescore import RescoreOptions, rescore_run
     from agentrl.scoring.scorers import require_scorer
     from agentrl.store.client import open_existing
 

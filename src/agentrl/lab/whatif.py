@@ -23,7 +23,7 @@ from agentrl.documents.run import Relative
 from agentrl.documents.training import DBRecordData, TrainStep, readable_checkpoints
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.lab.flags import parent_configs
-from agentrl.lab.regroup import Regrouping, regrouping_of
+from agentrl.lab.rescore import Regrouping, regrouping_of
 from agentrl.lab.whatif_run import Floats, RecordedSettings, RecordedStream, stored_flags, token_weights
 from agentrl.losses.settings import LossSettings
 from agentrl.observe.plotting import COLORS

@@ -48,7 +48,7 @@ from agentrl.documents.training import (
 )
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.lab.flags import WhatIfConfig, changes, child_configs, parent_configs
-from agentrl.lab.regroup import SCORER, Regrouping, regrouping_of
+from agentrl.lab.rescore import SCORER, Regrouping, regrouping_of
 from agentrl.losses.compute import Denominators
 from agentrl.losses.settings import LossSettings, check_loss
 from agentrl.scoring.groups import ESTIMATORS, GROUP_FILTERS

@@ -6,7 +6,7 @@ import pytest
 from test_sampling import Setting, quick, task
 
 from agentrl.documents.status import RecordStatus, StopReason
-from agentrl.lab.regroup import RescoreOptions, rescore_run
+from agentrl.lab.rescore import RescoreOptions, rescore_run
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import agent
 from agentrl.rollout.rollout import Rollout

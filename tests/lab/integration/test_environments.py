@@ -18,7 +18,7 @@ from agentrl.config.schema import RunConfig, SamplingConfig, TaskConfig, ToolCon
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, TaskFileError
-from agentrl.lab.regroup import RescoreOptions, rescore_run
+from agentrl.lab.rescore import RescoreOptions, rescore_run
 from agentrl.rollout.preflight import probe
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool

@@ -20,7 +20,7 @@ from tiny_policy import write_tiny_policy
 from agentrl.config.load import parse
 from agentrl.config.schema import AgentConfig, RunConfig, TaskConfig, ToolConfig
 from agentrl.documents.status import RecordStatus
-from agentrl.lab.regroup import RescoreOptions, rescore_run
+from agentrl.lab.rescore import RescoreOptions, rescore_run
 from agentrl.observe.terminal import stdout_console
 from agentrl.screens.trajectory_page import render_trajectory
 from agentrl.screens.views.read import WholeTrajectory
