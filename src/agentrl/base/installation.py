@@ -31,7 +31,7 @@ _EXTRAS = {
 }
 _SAMPLER = (
     "PIL", "fsspec", "httptools", "httpx2", "huggingface_hub", "jsonschema", "mcp", "opentelemetry",
-    "referencing", "renderers", "tokenizers", "websockets", "zstandard",
+    "referencing", "renderers", "tokenizers", "websockets", "xxhash", "zstandard",
 )  # fmt: skip
 """What the plain installation has and a machine that shows the dashboard alone lacks (docs/install.md)."""
 

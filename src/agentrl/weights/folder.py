@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from agentrl.base.atomic_folder import atomic_folder, replace_file
@@ -488,7 +487,12 @@ class TensorChecksum:
 
 def new_checksum(like: str = "") -> Any:
     """Return an object to compute a checksum with, as hashlib's are; of the kind of ``like``."""
-    return hashlib.sha256() if len(like) == _SHA256_LENGTH else xxhash.xxh3_128()
+    if len(like) == _SHA256_LENGTH:
+        return hashlib.sha256()
+    # Not at the top: a machine that shows the dashboard alone has none, and `agentrl db check` runs there.
+    import xxhash
+
+    return xxhash.xxh3_128()
 
 
 def dtype_code(tensor: Tensor) -> str:

@@ -25,7 +25,10 @@ SAMPLER = (
     "opentelemetry", "referencing", "renderers", "safetensors", "tokenizers", "torch", "transformers",
     "websockets", "xxhash", "zstandard",
 )  # fmt: skip
-SHOWN = ("agentrl.screens.", "agentrl.store.", "agentrl.documents.", "agentrl.local.mongod", "agentrl.lab.")
+SHOWN = (
+    "agentrl.documents.", "agentrl.lab.", "agentrl.local.mongod", "agentrl.screens.", "agentrl.store.",
+    "agentrl.weights.folder",
+)  # fmt: skip
 """Where the commands live that such a machine has: dashboard, status, runs, audit, db and mongo."""
 MORE_IS_NEEDED = {
     f"agentrl.lab.{name}" for name in ("blame", "rescore", "retract", "sweep", "whatif", "whatif_run")
