@@ -206,7 +206,7 @@ class Publisher:
     is_ending: bool = False
     """Begin no version but the last one."""
     broken: asyncio.Event = field(default_factory=asyncio.Event)
-    """The task of ``flight`` has ended with an error that is no PublishError: it ends training."""
+    """Set by an unexpected error of the publishing task (``flight.task`` has it), which ends training."""
     unstored: int = 0
     """Versions since the last stored one that were in the trainer's memory alone."""
     _base: PolicyVersion | None = None
