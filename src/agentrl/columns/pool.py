@@ -190,7 +190,7 @@ class Pool(Generic[C]):
         """Wait for ``stop``, ``wake``, the end of work, or the next look."""
         # Leave ``wake`` out while full: nothing claims and clears it, and each wait would end at once.
         events = [stop] if len(self._running) >= self._concurrency else [stop, self._woken]
-        # Leave out what a cancel ended: it is held until ``cancel`` returns, and each wait would end at once.
+        # Exclude cancelled tasks: they stay in the pool until ``cancel`` returns, and would end each wait.
         tasks = [task for task in self._running if not task.cancelled()]
         await wait_for_any(*events, tasks=tasks, timeout=self._poll.next())
 
@@ -232,7 +232,7 @@ class Pool(Generic[C]):
             return
         lost = await self._filler.renew(self.claims, self._config.lease_seconds)
         for task, claim in list(self._running.items()):
-            # Not by Record: after an outage this pool may have claimed anew what it still holds.
+            # Compare claims, not Records: after an outage the pool may hold two claims on one Record.
             if any(claim is other for other in lost):
                 logger.warning("the claim was lost; its work is given up", extra={"record": claim.record_id})
                 # Forget the task before it ends: work that ignores the cancel must not report a result.

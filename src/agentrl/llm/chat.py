@@ -531,7 +531,7 @@ class _Question(Generic[T]):
         endpoint, until = client.endpoint, self.deadline.left() - share
         problem: str = "no time was left for it"
         section = self.section
-        # Vary it: all scorers of a process are refused at one moment, and would come back at one.
+        # Add jitter: an endpoint refuses all scorers of a process at once, and all would retry at once.
         backoff = Backoff(
             endpoint.model, section.retry_delay, math.inf, factor=section.backoff_factor, jitter=0.25
         )

@@ -257,7 +257,7 @@ class Publisher:
                 self.failure = None
             async with self.turns.turn():
                 await self._begin()
-        # A version that ended in this turn left newer weights to the turn's offer, which may have been over.
+        # Publish what ``offer`` skipped: the version in flight may have ended after it, in the same turn.
         if self.flight is not None and self.flight.task.done() and self._is_due():
             async with self.turns.turn():
                 await self._begin()
@@ -296,9 +296,9 @@ class Publisher:
                     await _wait_for_write(task, "what is in flight")
             except AgentRLError as error:
                 logger.error("%s", error.message)
-            # Raise nothing: it would hide the error that training ends with, and leave the other write.
+            # Raise nothing: it would replace the error that ends training, and skip the other write.
             except Exception:
-                logger.exception("what was in flight failed too")
+                logger.exception("a write in flight failed too")
 
     async def serve_last(self) -> None:
         """Hold the last version until the live engines have taken it over the network.
@@ -352,7 +352,7 @@ class Publisher:
         counts the steps since the newest published version as staleness.
         """
         step, published, every = self.progress.step, self.progress.published_step, self.config.publish_steps
-        # Count the multiples since then: the step of one may have passed while another version was written.
+        # Count multiples since the published step: one may have passed while a version was written.
         is_needed = step // every > published // every or step - published > self.max_staleness
         return step > published and (is_needed or self.is_overdue)
 
