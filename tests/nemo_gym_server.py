@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,21 +19,21 @@ from agentrl.base.bounded_http import bind
 
 
 class CounterServer:
-    """Seed, add, verify. ``down`` makes it answer 503; ``verified`` has what ``/verify`` got."""
+    """Seed, add, verify. ``away`` makes it answer 503; ``verified`` has what ``/verify`` got."""
 
     def __init__(self) -> None:
         self.counters: dict[str, int] = {}
         self.verified: list[dict[str, Any]] = []
-        self.down = 0
-        """How many of the next requests are answered by 503."""
+        self.away: Counter[str] = Counter()
+        """Path → how many of its next requests are answered by 503."""
         self.url = ""
 
     async def handle(self, request: Request) -> Response:
         path = request.url.path
         if path == "/openapi.json":
             return JSONResponse({"paths": {"/seed_session": {}, "/verify": {}, "/add": {}}})
-        if self.down:
-            self.down -= 1
+        if self.away[path]:
+            self.away[path] -= 1
             return Response("away", 503)
         session = request.cookies.get("counter", uuid.uuid4().hex)
         body = await request.json()
