@@ -494,17 +494,26 @@ class Outages:
 class HeldTools:
     """The tools of one trajectory; a call waits while its server is down."""
 
-    def __init__(self, tools: Tools, outages: Outages, clock: Clock) -> None:
+    def __init__(
+        self, tools: Tools, outages: Outages, clock: Clock, begin: Callable[[], None] = lambda: None
+    ) -> None:
+        """``begin`` is called before each call of a tool, and raises if none may begin."""
         self._tools = tools
         self._outages = outages
         self._clock = clock
+        self._begin = begin
 
     async def list(self) -> Sequence[Schema]:
         return await self._outages.hold(self._tools.list, self._clock)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Run one tool. A successful result shows that its server is up."""
-        result = await self._outages.hold(lambda: self._tools.call(name, arguments), self._clock)
+
+        async def call() -> ToolResult:
+            self._begin()
+            return await self._tools.call(name, arguments)
+
+        result = await self._outages.hold(call, self._clock)
         if not result.error:
             self._outages.breaker(tool_server(result.server)).succeeded()
         return result
