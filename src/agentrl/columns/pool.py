@@ -295,15 +295,15 @@ class Pool(Generic[C]):
         """Wait for the end of all work; release what cancels itself. Return what could not be released."""
         failed: list[C] = []
         until = time.monotonic() + self._config.drain_seconds
-        while unfinished := [task for task in self._running if not task.done()]:
-            seconds = until - time.monotonic()
-            if seconds <= 0 or at_once.is_set():
-                break
-            await wait_for_any(at_once, tasks=unfinished, timeout=seconds)
+        while True:
             stopped = [self._running.pop(task) for task in list(self._running) if task.cancelled()]
             if not await bounded(self._release(stopped)):
                 failed += stopped
-        return failed
+            unfinished = [task for task in self._running if not task.done()]
+            seconds = until - time.monotonic()
+            if not unfinished or seconds <= 0 or at_once.is_set():
+                return failed
+            await wait_for_any(at_once, tasks=unfinished, timeout=seconds)
 
     async def _release(self, claims: Sequence[C]) -> None:
         if not claims:

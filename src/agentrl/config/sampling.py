@@ -422,6 +422,7 @@ class ClaimConfig(Flags):
         " drain`; a second signal ends them at once",
         within="[0, inf)",
         unit="seconds",
+        per_process=True,
     )
 
     @property
