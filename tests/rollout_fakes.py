@@ -16,8 +16,9 @@ from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.renderer import ChatTemplate, ControlTokens, TemplateRenderer
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.images import Image
-from agentrl.documents.model_call import PartialGeneration, VersionSpan
+from agentrl.documents.model_call import PartialGeneration, ToolExecution, VersionSpan
 from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.status import ToolState
 from agentrl.documents.task import Claim
 from agentrl.environments.environment import EnvironmentSession
 from agentrl.errors import ImageError, ToolServerError
@@ -250,6 +251,17 @@ class FakeSession:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Run one."""
         return await self.tools.call(name, arguments)
+
+    def state_of(self, name: str, server: str | None = None) -> ToolState:
+        """None keeps anything."""
+        return ToolState.STATELESS
+
+    def recall(self, execution: ToolExecution) -> None:
+        """None gives a reward."""
+
+    async def replay(self, executions: Sequence[ToolExecution]) -> int | None:
+        """Nothing is to be made again."""
+        return None
 
     async def rewards(self) -> dict[str, dict[str, Any]]:
         """None gives one."""

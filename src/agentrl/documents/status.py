@@ -64,6 +64,15 @@ def shown_status(status: RecordStatus, trained_count: int) -> str:
     return TRAINED if status is RecordStatus.READY and trained_count else status.value
 
 
+class ToolState(StrEnum):
+    """What a tool keeps between its calls, and so how a trajectory goes on in another process."""
+
+    STATELESS = "stateless"  # nothing, or what a repeated call does not change: stored results are enough
+    REPLAY = "replay"  # a session that the same calls build again, with the same results
+    SNAPSHOT = "snapshot"  # files, which are kept after each turn that changed them
+    OUTSIDE = "outside"  # effects that cannot be taken back: no call is ever made twice
+
+
 class CallStatus(StrEnum):
     """One model call of a trajectory (DispatchedSamplingTask)."""
 
