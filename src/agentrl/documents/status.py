@@ -46,7 +46,7 @@ class RecordStatus(StrEnum):
     READY = "ready"  # its group is finalized, and its DBRecordData exists
     ABANDONED = "abandoned"  # its group is finalized without it; the reason is ``abandoned_because``
     FAILED = "failed"  # the attempt failed (``failure``); it has no score
-    RELEASED = "released"  # released before it was completed: no failure, no score
+    RELEASED = "released"  # its owner gave it up unfinished: the next one goes on, or begins another
 
 
 TRAINED = "trained"
@@ -181,9 +181,10 @@ RECORD_EDGES: dict[RecordStatus, frozenset[RecordStatus]] = {
     RecordStatus.READY: frozenset(),
     RecordStatus.ABANDONED: frozenset(),
     RecordStatus.FAILED: frozenset(),
-    RecordStatus.RELEASED: frozenset(),
+    RecordStatus.RELEASED: frozenset({RecordStatus.RUNNING}),
 }
-"""``SCORING → COMPLETED``: the scorer failed or its process ended; the Record waits for the next attempt to
+"""``RELEASED → RUNNING``: another sampler goes on with the trajectory.
+``SCORING → COMPLETED``: the scorer failed or its process ended; the Record waits for the next attempt to
 score it."""
 
 SAMPLED = (RecordStatus.COMPLETED, RecordStatus.SCORING)
