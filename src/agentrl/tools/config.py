@@ -154,6 +154,13 @@ class Options(SettingsModel):
         """Return the limits of ``tool``: its own, then the server's, then ``base``."""
         return self.tools.get(tool, ToolOptions()).over(self.limits).over(base)
 
+    @property
+    def is_replayed(self) -> bool:
+        """Return whether a new session of the trajectory gets the calls of the one before again."""
+        if self.state is not None:
+            return self.state is ToolState.REPLAY
+        return self.scope is Scope.TRAJECTORY or bool(self.setup)
+
     def state_of(self, tool: str, *, reads: bool, repeatable: bool) -> ToolState:
         """Return what ``tool`` keeps between its calls: as declared, or by what its annotations say.
 
@@ -162,7 +169,7 @@ class Options(SettingsModel):
         declared = self.tools.get(tool, ToolOptions()).state or self.state
         if declared is not None:
             return declared
-        if self.scope is Scope.TRAJECTORY or self.setup:
+        if self.is_replayed:
             return ToolState.STATELESS if reads else ToolState.REPLAY
         # Take a shared server's unknown tool for one with effects: what keeps state by trajectory goes on
         # by the same id, and a call that was cut off may have been made.

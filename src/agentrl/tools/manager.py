@@ -83,7 +83,8 @@ class ManagedServer(ToolServer):
         return self._states.get(tool, ToolState.REPLAY if self.has_nodes else ToolState.OUTSIDE)
 
     def session(self, trajectory: TrajectoryInfo) -> ManagedSession:
-        return ManagedSession(self, trajectory.id)
+        is_replayed = any(self.state_of(schema_name(schema)) is ToolState.REPLAY for schema in self._schemas)
+        return ManagedSession(self, trajectory.key(replayed=is_replayed))
 
     async def close(self) -> None:
         await self.manager.close()

@@ -399,7 +399,7 @@ class StatefulSession(ServerSession):
         self._schema = schema
         self._name = name
         self._call_timeout = call_timeout
-        self._instance = trajectory.id
+        self._instance = trajectory.key(replayed=state is ToolState.REPLAY)
         self._created = False
         self._kwargs = _tool_kwargs(trajectory.meta, name)
 

@@ -38,9 +38,11 @@ _NOT_SHOWN = re.compile(r"(\[image, [^\]\n]{1,200}); not shown\]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryInfo:
-    """What tools may know of a trajectory. ``id`` is its Record's id; MCP servers receive it in ``_meta``."""
+    """What tools may know of a trajectory. ``id`` is its Record's id."""
 
     id: str
+    attempt: int | None = None
+    """The claim that goes on with a trajectory of an earlier one; None for the one that began it."""
     servers: tuple[str, ...] | None = None
     """The servers whose tools are offered: the task's ``tools``. None: all."""
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -51,8 +53,19 @@ class TrajectoryInfo:
     @classmethod
     def of(cls, claim: Claim) -> TrajectoryInfo:
         """Return the trajectory of a claim."""
-        task = claim.task
-        return cls(id=claim.record_id, servers=task.tools, meta=task.meta, question=task.query)
+        task, attempt = claim.task, claim.attempt
+        return cls(
+            id=claim.record_id, attempt=None if attempt == claim.first_attempt else attempt,
+            servers=task.tools, meta=task.meta, question=task.query,
+        )  # fmt: skip
+
+    def key(self, *, replayed: bool) -> str:
+        """Return the id by which a server keeps state of the trajectory.
+
+        State that is ``replayed`` begins anew, under an id of the owner: the last one may have left some, and
+        it may still act if it only seemed dead. Any other state goes on under the Record's id.
+        """
+        return f"{self.id}@{self.attempt}" if replayed and self.attempt is not None else self.id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

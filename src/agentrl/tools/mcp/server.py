@@ -177,8 +177,9 @@ class McpSession(ServerSession, ABC):
     """What shared and dedicated servers have in common; subclasses make the request."""
 
     def __init__(self, server: McpServer, trajectory: TrajectoryInfo) -> None:
-        self.meta = {TRAJECTORY_KEY: trajectory.id}
         self.options = server.options
+        self._key = trajectory.key(replayed=self.options.is_replayed)
+        self.meta = {TRAJECTORY_KEY: self._key}
         self._name = server.name
         self._state_of = server.state_of
         self._trajectory = trajectory
@@ -274,7 +275,7 @@ class McpSession(ServerSession, ABC):
 
     def _value(self, name: str) -> Any:
         if name == "trajectory":
-            return self._trajectory.id
+            return self._key
         key = name.removeprefix("meta.")
         if key not in self._trajectory.meta:
             raise ToolServerError(

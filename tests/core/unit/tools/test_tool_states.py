@@ -15,6 +15,7 @@ from agentrl.columns.outages import Clock, HeldTools, Outages
 from agentrl.config.schema import ToolConfig
 from agentrl.documents.model_call import Condensed, ToolExecution
 from agentrl.documents.status import ToolState
+from agentrl.documents.task import Claim
 from agentrl.environments.environment import Environment, Observation, environment, open_environment
 from agentrl.errors import OutageError
 from agentrl.tools.config import Hook, Options, Scope, ToolOptions
@@ -212,6 +213,15 @@ def test_a_server_keeps_what_its_entry_says_else_what_scope_and_annotations_say(
     options: Options, hints: tuple[bool, bool], state: str
 ) -> None:
     assert options.state_of("t", reads=hints[0], repeatable=hints[1]) == state
+
+
+async def test_state_that_is_built_again_has_an_id_of_its_owner() -> None:
+    task = made_task("t")
+    began = Claim(task=task, traj_id=0, attempt=1, owner="a")
+    goes_on = Claim(task=task, traj_id=0, attempt=3, begun=1, owner="b")
+    assert [TrajectoryInfo.of(began).key(replayed=kept) for kept in (True, False)] == [began.record_id] * 2
+    keys = [TrajectoryInfo.of(goes_on).key(replayed=kept) for kept in (True, False)]
+    assert keys == [f"{began.record_id}@3", began.record_id]
 
 
 @environment("declared_states")
