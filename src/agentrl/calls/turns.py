@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import string
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,14 +33,10 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus, ToolState
 from agentrl.errors import ToolServerError, TrajectoryError
 from agentrl.inference.engine import Generation
-from agentrl.tools.tool import Schema, ToolResult, schema_name
+from agentrl.tools.tool import Schema, ToolResult, schema_name, stored_text
 
 if TYPE_CHECKING:
     from agentrl.store.model_calls import Images
-
-
-_NOT_SHOWN = re.compile(r"(\[image, [^\]\n]{1,200}); not shown\]")
-"""The description of an image that the model sees behind the text."""
 
 
 # Compare by identity: two calls compared field by field would compare all their ids.
@@ -342,12 +337,20 @@ class Tools(Protocol):
         """Run one tool."""
         ...
 
-    async def rewards(self) -> dict[str, dict[str, Any]]:
-        """Return the rewards that tools give, by tool."""
+    def state_of(self, name: str, server: str | None = None) -> ToolState:
+        """Return what a tool keeps between its calls; ``server`` is the one that a stored call names."""
         ...
 
-    def state_of(self, name: str) -> ToolState:
-        """Return what a tool keeps between its calls."""
+    def recall(self, execution: ToolExecution) -> None:
+        """Count the reward of a stored call that is not made again."""
+        ...
+
+    async def replay(self, executions: Sequence[ToolExecution]) -> int | None:
+        """Make stored calls of tools with state again; return the index of the first that ends otherwise."""
+        ...
+
+    async def rewards(self) -> dict[str, dict[str, Any]]:
+        """Return the rewards that tools give, by tool; those for a state need its calls ``replay``ed."""
         ...
 
 
@@ -407,11 +410,10 @@ async def execute(
         shown = () if images is None else result.images
         if shown and images is not None:
             await images.put(*shown)
-        text = _NOT_SHOWN.sub(r"\1]", result.text, count=len(shown)) if shown else result.text
         execution = ToolExecution(
             name=call.name,
             arguments=storable_arguments(call.arguments),
-            result=str(replace_surrogates(text)),
+            result=stored_text(result.text, len(shown)),
             error=result.error,
             seconds=result.seconds,
             server=result.server,
