@@ -134,7 +134,11 @@ async def test_a_trajectory_that_stops_is_given_back_while_others_still_run(stor
     await until(lambda: engine.gate.begun.is_set() and len(setting.sampler._pool) == 2)
     setting.stop.set()
     engine.gate.may_end.set()
-    await until(lambda: len(setting.sampler._pool) == 1)
+
+    async def given_back() -> bool:
+        return (await store.claims.of_owner("train", setting.sampler.owner))[0].task.task_id == "b"
+
+    await until(given_back)
     await released(store)
     assert not running.done()
     at_once.set()
