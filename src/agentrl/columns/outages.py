@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.base.concurrency import Backoff, Deadline
 from agentrl.calls.turns import Tools
+from agentrl.documents.status import ToolState
 from agentrl.errors import (
     DATABASE,
     ENGINES,
@@ -314,6 +315,11 @@ class Clock:
         finally:
             self._limits.remove(limit)
 
+    def spend(self, seconds: float) -> None:
+        """Let the limits have begun ``seconds`` earlier."""
+        for limit in self._limits:
+            limit.spend(seconds)
+
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Stop the clock in the block. Blocks of parallel calls may overlap."""
@@ -511,3 +517,6 @@ class HeldTools:
 
     async def rewards(self) -> dict[str, dict[str, Any]]:
         return await self._outages.hold(self._tools.rewards, self._clock)
+
+    def state_of(self, name: str) -> ToolState:
+        return self._tools.state_of(name)
