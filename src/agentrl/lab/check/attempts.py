@@ -228,8 +228,8 @@ def call_problems(record: Json, calls: Sequence[Json]) -> Iterator[CheckProblem]
         strangers = sorted(set(filter(None, call["attempts"])) - owners) if owners else []
         if strangers:
             what = "made by owners of its Record, with its tool calls and events"
-            expected = f"attempts of {sorted(owners)}"
-            yield CheckProblem(f"DispatchedSamplingTask {call['_id']}", what, expected, strangers)
+            document = f"DispatchedSamplingTask {call['_id']}"
+            yield CheckProblem(document, what, f"attempts of {sorted(owners)}", strangers)
         earlier[call["_id"]] = call
 
 
