@@ -118,7 +118,7 @@ class History:
         self.owners += 1
         limit = self.rng.randint(0, GROUPS_PER_STEP) + await self.store.groups.count_open("train")
         claim = await self.store.claims.claim(
-            split="train", owner=f"sampler-{self.owners}", lease_seconds=600.0, max_attempts=MAX_ATTEMPTS,
+            split="train", owner=f"sampler-{self.owners}", lease_seconds=600.0,
             max_groups_open=limit, selection=Selection(MOST_EPOCHS),
         )  # fmt: skip
         await self._begin(claim)

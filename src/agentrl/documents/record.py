@@ -1,4 +1,4 @@
-"""Record: one attempt at one trajectory, with its columns, its base URL, and what people say of it."""
+"""Record: one trajectory with its owners, with its columns, its base URL, and what people say of it."""
 
 from __future__ import annotations
 
@@ -242,6 +242,8 @@ class GatewaySession(Root):
     task: str
     traj_id: int
     attempt: int
+    begun: int | None = None
+    """The attempt that began the Record; None: this one."""
     owner: str
     """The owner of the claim; the URL is dead when its lease ends."""
     models: tuple[str, ...]
@@ -361,8 +363,30 @@ class Failure(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ownership(Document):
+    """The time in which one claim sampled a trajectory, and what it took over from those before."""
+
+    owner: str
+    attempt: int
+    since: datetime = field(default_factory=now)
+    until: datetime | None = None
+    ended: str | None = None
+    """Why it ended before the trajectory: ``released``, ``lease`` or ``restarted``; None otherwise."""
+    replayed: int = 0
+    """Model calls that came from the journal."""
+    tokens: int = 0
+    """Generated tokens that it did not have to sample again."""
+    tool_seconds: float = 0.0
+    """Seconds of tools that it did not have to run again."""
+    diverged_at: int | None = None
+    """Index of the first model call that differed from the journal; None: none did."""
+    dropped: int = 0
+    """Model calls from there on, which went to the Record of this attempt; they are not trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Record(Root):
-    """One attempt at one trajectory.
+    """One trajectory, from the attempt that began it over all owners that went on with it.
 
     A scored Record has a score, a failed one a failure, and a released one neither. ``min_version`` and
     ``max_version`` are the lowest and highest policy version of the generated tokens.
@@ -410,8 +434,12 @@ class Record(Root):
     min_version: int | None = None
     max_version: int | None = None
     owner: str | None = None
+    fence: int | None = None
+    """The attempt of the claim that may write it; lower ones are refused."""
+    owners: tuple[Ownership, ...] = ()
+    """Who sampled it, in order."""
     partial: PartialGeneration | None = None
-    """The tokens of a released Record's unfinished model call; the next attempt resumes it."""
+    """The tokens of a released Record's unfinished model call; the next owner resumes it."""
     train_rule: str | None = None
     """Which branches of a gateway's trajectory are trained: main, agent, all, or module:function."""
     untrained_calls: tuple[int, ...] = ()

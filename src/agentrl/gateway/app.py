@@ -233,6 +233,7 @@ class GatewayApp:
             task=task,
             traj_id=session.traj_id,
             attempt=session.attempt,
+            begun=session.begun,
             owner=session.owner,
             trace_id=session.trace_id,
         )
@@ -477,6 +478,7 @@ class GatewayHost:
             task=claim.task.id,
             traj_id=claim.traj_id,
             attempt=claim.attempt,
+            begun=claim.begun,
             owner=claim.owner,
             models=self._config.models,
             max_calls=max_calls,

@@ -223,7 +223,7 @@ class Housekeeping:
 
     async def _work_once(self) -> bool:
         freed = await self._store.expired_leases.reap(
-            self._split, self._claims.max_attempts, grace_seconds=self._claims.lease_seconds
+            self._split, grace_seconds=self._claims.lease_seconds
         )
         await self.finalize_completed()
         async with self._finalizing:

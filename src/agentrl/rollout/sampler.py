@@ -158,7 +158,6 @@ class Sampler(SlotLeases):
                 owner=self.owner,
                 lease_seconds=self._config.claims.lease_seconds,
                 max_groups_open=limit,
-                max_attempts=self._config.claims.max_attempts,
                 selection=self._config.selection,
                 without=replace(needs, environments=needs.environments | full),
             )

@@ -254,7 +254,7 @@ def _running(task: Task) -> Claim | None:
     slot = task.slots[0]
     if slot.status is not SlotStatus.RUNNING or slot.owner is None:
         return None
-    return Claim(task=task, traj_id=slot.traj_id, attempt=slot.attempt, owner=slot.owner)
+    return lease.claim_of(task, slot, slot.owner)
 
 
 _TRIES = 64
