@@ -1,4 +1,4 @@
-"""Invariants 1, 3 and 4: slots, Records and model calls agree, and so do groups, evaluations and columns."""
+"""Invariants 1, 3, 4 and 10: slots, Records, owners and calls; groups, evaluations and columns agree."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, ClassVar
 
 from agentrl.documents.document import is_finite
@@ -47,8 +48,8 @@ CHECKED_FIELDS = {
     "score_details.turn_rewards": 1, "score_details.role_rewards": 1, "score_details.call_roles": 1,
     "turn_advantages": 1,
     "turns": 1, "tool_calls": 1, "context_resets": 1, "prompt_tokens": 1, "generated_tokens": 1,
-    "min_version": 1, "max_version": 1, "owner": 1, "traj": 1, "trained_count": 1, "last_trained_step": 1,
-    "scored_at": 1, "pruned_at": 1,
+    "min_version": 1, "max_version": 1, "owner": 1, "fence": 1, "owners": 1, "traj": 1, "trained_count": 1,
+    "last_trained_step": 1, "scored_at": 1, "pruned_at": 1,
 }  # fmt: skip
 """The fields of a Record that the rules need; texts are left out."""
 
@@ -59,7 +60,8 @@ _PACKED = ("context_ids", "output_ids", "logprobs")
 _CALL_FIELDS = {
     "record": 1, "index": 1, "parent": 1, "drops_thoughts": 1, "opens_branch": 1, "fixed.model": 1,
     "status": 1, "versions": 1, "prompt_tokens": 1,
-    "generated_tokens": 1, "created_at": 1, "packed_in_gridfs": 1,
+    "generated_tokens": 1, "created_at": 1, "packed_in_gridfs": 1, "attempt": 1,
+    "ran_by": "$tool_executions.attempt",
     "executions": {"$size": "$tool_executions"},
     **{name: {"$binarySize": f"${name}"} for name in _PACKED},
 }  # fmt: skip
@@ -99,33 +101,43 @@ def _belonging(task: Json, slot: Json, record: Json) -> Iterator[CheckProblem]:
             ("the epoch of its Task", task["epoch"], record["epoch"]),
         ],
     )
-    if record["attempt"] > slot["attempt"]:
-        yield CheckProblem(
-            name, "no attempt beyond its slot's", f"at most {slot['attempt']}", record["attempt"]
-        )
+    if (latest := max(record["attempt"], record.get("fence") or 0)) > slot["attempt"]:
+        yield CheckProblem(name, "no attempt beyond its slot's", f"at most {slot['attempt']}", latest)
 
 
 def _attempts(name: str, task: Json, slot: Json, attempts: Mapping[int, Json]) -> Iterator[CheckProblem]:
-    current = attempts.get(slot["attempt"])
+    current = attempts.get(_begun(slot))
     if slot["status"] in (SlotStatus.SAMPLED, SlotStatus.SCORED):
         yield from _ended(name, task, slot, current)
     elif slot["status"] == SlotStatus.RUNNING and current is not None:
-        if current["status"] in ENDED:
-            what = "a running Record, since its slot is running"
-            yield CheckProblem(f"Record {current['_id']}", what, "created to scoring", current["status"])
-        yield from differing(
-            f"Record {current['_id']}", [("the owner of its slot", slot.get("owner"), current.get("owner"))]
-        )
-    living = slot["attempt"] if slot["status"] in _LIVING else None
+        yield from _running(slot, current)
+    living = _begun(slot) if slot["status"] in _LIVING else None
     for number, record in attempts.items():
         if number != living and record["status"] not in DEAD:
             what = f"dead, since attempt {number} is not the live one of its slot"
             yield CheckProblem(f"Record {record['_id']}", what, " or ".join(sorted(DEAD)), record["status"])
 
 
+def _begun(slot: Json) -> int:
+    """Return the attempt that began the Record of a slot which is or was sampled."""
+    return int(slot.get("begun") or slot["attempt"])
+
+
+def _running(slot: Json, record: Json) -> Iterator[CheckProblem]:
+    """Check the Record of a slot that is being sampled."""
+    # A claim adopts the Record a moment after it got the slot; if its sampler dies in between, never.
+    if record["status"] == RecordStatus.RELEASED and (record.get("fence") or 0) < slot["attempt"]:
+        return
+    name = f"Record {record['_id']}"
+    if record["status"] in ENDED:
+        what = "a running Record, since its slot is running"
+        yield CheckProblem(name, what, "created to scoring", record["status"])
+    yield from differing(name, [("the owner of its slot", slot.get("owner"), record.get("owner"))])
+
+
 def _ended(name: str, task: Json, slot: Json, record: Json | None) -> Iterator[CheckProblem]:
     """Check a slot that is sampled or scored, and the Record of its attempt."""
-    key = record_key(task["_id"], slot["traj_id"], slot["attempt"])
+    key = record_key(task["_id"], slot["traj_id"], _begun(slot))
     yield from differing(name, [("record_id of its attempt", key, slot.get("record_id"))])
     if slot["status"] == SlotStatus.SAMPLED:
         status = "none" if record is None else record["status"]
@@ -237,6 +249,51 @@ def _call(call: Json, earlier: dict[str, Json]) -> Iterator[CheckProblem]:
         yield CheckProblem(
             name, "policy versions that cover its tokens", f"[0, {generated // _BYTES})", spans
         )
+
+
+def owner_problems(record: Json, calls: Sequence[Json], clock_skew_seconds: float) -> Iterator[CheckProblem]:
+    """Yield contradictions between the owners of a Record, and what was written by none of them in its time.
+
+    Records and calls of older versions name none.
+    """
+    name, owners = f"Record {record['_id']}", record.get("owners") or ()
+    attempts = [owner["attempt"] for owner in owners]
+    if attempts != sorted(set(attempts)) or (attempts and attempts[0] < record["attempt"]):
+        yield CheckProblem(name, "owners in order", f"rising attempts from {record['attempt']} on", attempts)
+    if attempts:
+        yield from differing(name, [("the attempt of its last owner", attempts[-1], record.get("fence"))])
+    for owner in owners[:-1]:
+        if owner.get("ended") is None:
+            what = f"why attempt {owner['attempt']} ended, since another owner followed"
+            yield CheckProblem(name, what, "a reason", None)
+    yield from _writers(name, {owner["attempt"]: owner for owner in owners}, calls, clock_skew_seconds)
+    dropped = 0
+    for owner in reversed(owners):
+        dropped += owner.get("dropped", 0)
+        earlier = sum((call.get("attempt") or 0) < owner["attempt"] for call in calls)
+        if owner.get("replayed", 0) > earlier + dropped:
+            what = f"the turns that attempt {owner['attempt']} replayed"
+            yield CheckProblem(name, what, f"at most the {earlier + dropped} before it", owner["replayed"])
+
+
+def _writers(
+    name: str, owners: Mapping[int, Json], calls: Sequence[Json], clock_skew_seconds: float
+) -> Iterator[CheckProblem]:
+    """Check that owners wrote one after the other, and none after its end."""
+    writers = [call["attempt"] for call in calls if call.get("attempt") is not None]
+    if writers != sorted(writers):
+        yield CheckProblem(name, "model calls of one owner after the other", sorted(writers), writers)
+    for call in calls:
+        what, attempt = f"DispatchedSamplingTask {call['_id']}", call.get("attempt")
+        of_tools = [by for by in call.get("ran_by", ()) if by is not None]
+        if strangers := {attempt, *of_tools} - owners.keys() - {None}:
+            yield CheckProblem(what, "attempts of its Record's owners", sorted(owners), sorted(strangers))
+        elif attempt is not None:
+            if of_tools and min(of_tools) < attempt:
+                yield CheckProblem(what, "tool calls after it", f"from attempt {attempt} on", min(of_tools))
+            until, made = owners[attempt].get("until"), call["created_at"]
+            if until is not None and made > until + timedelta(seconds=clock_skew_seconds):
+                yield CheckProblem(what, "made while its owner had the Record", f"until {until}", made)
 
 
 class _Parents(CheckSection):
