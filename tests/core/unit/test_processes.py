@@ -158,6 +158,7 @@ FAR = float("inf")
 @pytest.fixture
 def supervisor(monkeypatch):
     monkeypatch.setattr(processes, "_FIRST_DELAY", 0.01)
+    monkeypatch.setattr(processes, "STOP_SECONDS", 0.5)
     supervisor = Supervisor()
     yield supervisor
     supervisor.stop(5)
