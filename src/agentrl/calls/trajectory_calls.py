@@ -526,12 +526,12 @@ class CallWriter:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if not self._queue:
-            return
-        self._must_flush = True
-        writer = self._start()
-        await asyncio.wait([writer], timeout=_LAST_SECONDS)
-        await end_tasks(writer)
+        if self._queue:
+            self._must_flush = True
+            writer = self._start()
+            await asyncio.wait([writer], timeout=_LAST_SECONDS)
+            self._queue.clear()  # what the database did not take in time, the next owner makes again
+            await end_tasks(writer)
 
     def offer(self, call: Turn) -> None:
         """Queue a model call that is new or has changed, and may change again.
