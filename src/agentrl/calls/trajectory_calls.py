@@ -101,6 +101,7 @@ class TrajectoryCalls:
         journal: Journal,
         images: Images,
         hold: Hold,
+        begin: Callable[[], None] = lambda: None,
         environment: Steps | None = None,
     ) -> None:
         """``writer`` stores model calls; ``journal`` has those of earlier owners; ``images`` the messages'.
@@ -108,7 +109,8 @@ class TrajectoryCalls:
         Every model call has its own sampling seed, derived from ``seed``, the task, the trajectory, the
         attempt that began it and the turn. With a batch-invariant engine the same run samples the same tokens
         again; a trajectory that begins anew is another sample. ``hold`` repeats a call while the engines or a
-        fixed model are down.
+        fixed model are down. ``begin`` is asked before a tool or an event that the journal does not have; it
+        raises if no call may begin.
         """
         self.chat_format = chat_format
         self.images = images
@@ -129,6 +131,7 @@ class TrajectoryCalls:
         self._engine = engine
         self._params = params
         self._writer = writer
+        self._begin = begin
         self._environment = environment
         self._lost: ReplayError | None = None
         self._rebuilding = asyncio.Lock()
@@ -255,6 +258,8 @@ class TrajectoryCalls:
                 tools.recall(found)
                 turn.executions.append(found)
                 return found
+        # Ask before the note of an outside tool: noted, it counts as one that may have taken effect.
+        self._begin()
         begun: ToolExecution | None = None
         await self.rebuild(tools)
         if turn is not None and tools.state_of(call.name) is ToolState.OUTSIDE:
@@ -321,6 +326,7 @@ class TrajectoryCalls:
         found = self.journal.event(name, arguments)
         if found is not None:
             return found.result
+        self._begin()
         started_at, started = now(), time.monotonic()
         result = sanitize_bson(await call())
         size = len(bson.encode({"": result}))
