@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
@@ -146,12 +146,10 @@ class TrajectoryCalls:
         self.turns += 1
         self._unstored.append(turn)
 
-    def adopt(self, calls: Sequence[DispatchedSamplingTask]) -> None:
-        """Take over the calls that a gateway made and stored."""
-        self.turns = len(calls)
-        self.scored_calls = [
-            ScoredCall.of(call.response, call.tool_executions, call.status, call.role) for call in calls
-        ]
+    def adopt(self, calls: Sequence[DispatchedSamplingTask], dropped: Collection[int]) -> None:
+        """Take over the calls that a gateway made and stored; ``dropped`` ones are no turns."""
+        self.turns = len(calls) - len(dropped)
+        self.scored_calls = [ScoredCall.of_document(call, dropped) for call in calls]
 
     async def store(self, turn: Turn) -> None:
         """Store a call, unless it is stored. It cannot change any more."""

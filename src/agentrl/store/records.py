@@ -116,6 +116,16 @@ class Records(Repository):
             raise lease_lost(claim)
 
     @database_call
+    async def note(self, claim: Claim, /, **fields: Any) -> None:
+        """Set ``fields`` of the claim's Ownership. Raises LeaseLostError if the claim is lost."""
+        noted = {f"owners.$[own].{name}": value for name, value in plain(fields).items()}
+        result = await self._collection(RECORD).update_one(
+            running_record(claim), {"$set": noted}, array_filters=[{"own.attempt": claim.attempt}]
+        )
+        if result.matched_count == 0:
+            raise lease_lost(claim)
+
+    @database_call
     async def get(self, record_id: str) -> Record | None:
         """Return the Record with this ``_id``; None if it does not exist."""
         return await self._one(Record, RECORD, {"_id": record_id})
