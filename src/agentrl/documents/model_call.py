@@ -445,6 +445,8 @@ class DispatchedSamplingTask(Root):
     """What happened after it, until the next model call; of the first call also what happened before it."""
     snapshot: str | None = None
     """Where the files of its tools are kept as they were after it; None: they are not."""
+    revision: int = 0
+    """How often it was written again, because its tools had ended or something had happened."""
     tools: tuple[dict[str, Any], ...] | None = None
     """The tool schemas offered; stored only in calls without a parent."""
     error: str | None = None
@@ -512,10 +514,11 @@ def storable_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a chat message with the arguments of tool calls as objects; inverse of ``storable_message``."""
-    return _with_arguments(message, _read_arguments)
+    return _with_arguments(message, read_arguments)
 
 
-def _read_arguments(given: Any) -> Any:
+def read_arguments(given: Any) -> Any:
+    """Return the arguments of a tool call as they were given; inverse of ``storable_arguments``."""
     try:
         return json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):

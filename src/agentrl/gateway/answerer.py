@@ -608,12 +608,15 @@ class Answerer:
         parsed = parse(self.chat_format, prompt, generation, request.tools)
         response, error = response_of(parsed, request, generation, ask.call, self.chat_format)
         turn = Turn(
-            record=claim.record_id, prompt=prompt, role=request.role, tools=request.tools, params=params,
-            generation=generation, parsed=parsed, response=response, problem=error,
+            record=claim.record_id, attempt=claim.attempt, prompt=prompt, role=request.role,
+            tools=request.tools, params=params, generation=generation, parsed=parsed, response=response,
+            problem=error,
         )  # fmt: skip
         after = digest_after(prompt.digest, without_volatile(response, request.volatile))
-        call, key = replace(turn.document(), attempt=claim.attempt), request_key(request, prompt.digest)
+        key = request_key(request, prompt.digest)
         async with self.writing.setdefault(claim.record_id, asyncio.Lock()):
-            stored = await self.store.model_calls.answer(claim, call, ask.call, after=after, key=key)
+            stored = await self.store.model_calls.answer(
+                claim, turn.document(), ask.call, after=after, key=key
+            )
         self.prompts.chains.add(replace(turn.chain, call=stored.id), (claim.record_id, after))
         return stored

@@ -190,7 +190,7 @@ class Records(Repository):
         try:
             await self._collection(RECORD).insert_one(record.to_document())
         except DuplicateKeyError:
-            # Read what is there: an earlier owner's, this owner's earlier try, or what keeps a late owner out.
+            # Read what is there: an earlier owner's, an earlier try, or what keeps a late owner out.
             await adopt_records(self._connection, [claim])
             stored = await self.get(record.id)
             if stored is None or stored.fence != claim.attempt or stored.status in _LOST:
