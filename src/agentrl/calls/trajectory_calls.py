@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
@@ -140,7 +140,7 @@ class TrajectoryCalls:
     @property
     def turns(self) -> int:
         """Return the number of model calls of all roles."""
-        return len(self._adopted) or len(self.made)
+        return sum(not call.dropped for call in self._adopted) if self._adopted else len(self.made)
 
     @property
     def scored_calls(self) -> list[ScoredCall]:
@@ -238,11 +238,9 @@ class TrajectoryCalls:
             turn.change()
         self._writer.offer(turn)
 
-    def adopt(self, calls: Sequence[DispatchedSamplingTask]) -> None:
-        """Take over the calls that a gateway made and stored."""
-        self._adopted = [
-            ScoredCall.of(call.response, call.tool_executions, call.status, call.role) for call in calls
-        ]
+    def adopt(self, calls: Sequence[DispatchedSamplingTask], dropped: Collection[int]) -> None:
+        """Take over the calls that a gateway made and stored; ``dropped`` ones are no turns."""
+        self._adopted = [ScoredCall.of_document(call, dropped) for call in calls]
 
     async def run_tool(self, turn: Turn | None, call: ToolCall, tools: Tools) -> ToolExecution:
         """Run a valid tool call of ``turn`` and record it there; or return its run in the journal.
@@ -625,7 +623,7 @@ class CallWriter:
                 for turn, call, seen in zip(turns, calls, changes, strict=True):
                     turn.wrote(call, seen)
                     if turn.is_written:
-                        del self._queue[turn]
+                        self._queue.pop(turn, None)
                 self._written.set()
         except Exception as error:  # noqa: BLE001  ``write`` and ``flush`` raise it
             self._error = error

@@ -206,8 +206,9 @@ class SamplerGateway:
 
     @asynccontextmanager
     async def open(
-        self, claim: Claim, *, train: str, max_calls: int, takes_reward: bool = True
-    ) -> AsyncIterator[Endpoint]:
+        self, claim: Claim, *, train: str, max_calls: int, takes_reward: bool = True,
+        volatile: Sequence[str] = (),
+    ) -> AsyncIterator[Endpoint]:  # fmt: skip
         """Return the endpoint of a trajectory."""
         if self.host is None:
             from agentrl.gateway.answerer import Answerer
@@ -223,7 +224,7 @@ class SamplerGateway:
             )
             self.host = GatewayHost(answerer, self.configs[GatewayConfig])
         async with self.host.open(
-            claim, train=train, max_calls=max_calls, takes_reward=takes_reward
+            claim, train=train, max_calls=max_calls, takes_reward=takes_reward, volatile=volatile
         ) as endpoint:
             yield endpoint
 

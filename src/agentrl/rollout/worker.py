@@ -181,8 +181,8 @@ class Worker:
             await self.store.model_calls.drop(claim, first)
 
         async def note(journal: Journal) -> None:
-            await self.store.records.note_replayed(
-                claim, turns=journal.replayed, tokens=journal.tokens, tool_seconds=journal.tool_seconds
+            await self.store.records.note(
+                claim, replayed=journal.replayed, tokens=journal.tokens, tool_seconds=journal.tool_seconds
             )
 
         return Journal(calls, drop, note)
