@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from agentrl.calls.journal import Journal
 from agentrl.calls.trajectory_calls import TrajectoryCalls
 from agentrl.calls.turns import Tools, Turn
 from agentrl.chat.chat_format import ChatFormat
@@ -144,12 +145,34 @@ def make_rollout(
     """A trajectory whose finished model calls go to ``write``; by default without tools and images."""
     calls = TrajectoryCalls(
         claim, config, chat_format=chat_format, engine=engine, params=params or SamplingParams(), seed=seed,
-        write=write, images=images or MemoryImages(), hold=call_at_once,  # type: ignore[arg-type]
+        writer=_Writes(write), journal=Journal((), nothing, nothing), hold=call_at_once,
+        images=images or MemoryImages(),  # type: ignore[arg-type]
     )  # fmt: skip
     return Rollout(
         claim, config, calls=calls, tools=tools or FakeTools(), schemas=schemas,  # type: ignore[arg-type]
         manage_context=manage_context or CONTEXT_MANAGERS.get(config.new_context), environment=environment,
     )  # fmt: skip
+
+
+async def nothing(_: object) -> None:
+    """Do nothing."""
+
+
+class _Writes:
+    """Gives calls that change no more to ``write``."""
+
+    def __init__(self, write: Callable[[Turn], Awaitable[None]]) -> None:
+        self._write = write
+
+    async def write(self, call: Turn) -> None:
+        """It changes no more."""
+        await self._write(call)
+
+    def offer(self, call: Turn) -> None:
+        """It may change again."""
+
+    async def flush(self) -> None:
+        """Nothing waits."""
 
 
 class MemoryImages:

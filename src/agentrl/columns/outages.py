@@ -317,6 +317,11 @@ class Clock:
         finally:
             self._limits.remove(limit)
 
+    def spend(self, seconds: float) -> None:
+        """Let the limits have begun ``seconds`` earlier."""
+        for limit in self._limits:
+            limit.spend(seconds)
+
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Stop the clock in the block. Blocks of parallel calls may overlap."""

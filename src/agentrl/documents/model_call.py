@@ -445,6 +445,8 @@ class DispatchedSamplingTask(Root):
     """What happened after it, until the next model call; of the first call also what happened before it."""
     snapshot: str | None = None
     """Where the files of its tools are kept as they were after it; None: they are not."""
+    revision: int = 0
+    """How often it was written again, because its tools had ended or something had happened."""
     tools: tuple[dict[str, Any], ...] | None = None
     """The tool schemas offered; stored only in calls without a parent."""
     error: str | None = None

@@ -18,7 +18,7 @@ from agentrl.base.process_pool import run_in_process
 from agentrl.base.registry import Registry
 from agentrl.base.user_code import contain_call, describe, require_allowed, server_name
 from agentrl.config.sampling import ContainerConfig
-from agentrl.documents.document import is_score, replace_surrogates, sanitize_bson
+from agentrl.documents.document import is_score, plain, replace_surrogates, sanitize_bson
 from agentrl.documents.record import HarnessRun
 from agentrl.documents.status import ToolState
 from agentrl.documents.task import Task
@@ -451,14 +451,14 @@ class EnvironmentSession:
             )
         return Observation(replace_surrogates(observation.text), bool(observation.done), observation.role)
 
-    async def replay(self, steps: Sequence[tuple[str, Observation]]) -> int | None:
-        """Give stored messages to ``step`` again, in order.
+    async def replay(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> int | None:
+        """Give stored messages to ``step`` again, in order; ``steps`` are (message, fields of the answer).
 
         Return the index of the first whose answer is not the stored one; None if all are. Raises
         TaskEnvironmentError, and OutageError: give one step at a time where outages are waited for.
         """
         for index, (text, stored) in enumerate(steps):
-            if await self.step(text) != stored:
+            if plain(await self.step(text)) != stored:
                 return index
         return None
 

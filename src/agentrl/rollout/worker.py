@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.base.spans import Span
 from agentrl.base.user_code import allow, contain, contain_call, is_allowed
+from agentrl.calls.journal import Journal
 from agentrl.calls.trace import end_trajectory, trajectory_span
 from agentrl.calls.trajectory_calls import CallWriter, TrajectoryCalls
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.columns.outages import Clock, HeldTools, Outages
 from agentrl.columns.scores import Scoring
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, ToolConfig
-from agentrl.documents.record import Failure
+from agentrl.documents.record import Failure, Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, Task
@@ -27,6 +28,7 @@ from agentrl.errors import (
     ConfigError,
     FailureError,
     LeaseLostError,
+    ReplayError,
     ScorerError,
     SessionLostError,
     StoreDeniedError,
@@ -120,6 +122,9 @@ class Worker:
                 await self._fail(claim, "timeout", f"the trajectory took longer than {limit:g} s")
             except FailureError as error:
                 span.fail(error.kind, str(error))
+                if isinstance(error, ReplayError):
+                    await self._begin_anew(claim, error)
+                    return False
                 is_lost = isinstance(error, SessionLostError)
                 # Blame a slot whose trajectories lose session after session: they may end the server.
                 is_to_blame = is_lost and self.outages.count_lost_session(claim.task.id, claim.traj_id)
@@ -140,14 +145,16 @@ class Worker:
 
     async def _run_trajectory(self, claim: Claim, clock: Clock) -> tuple[Rollout, Outcome]:
         # Create the Record before anything can fail: it is where the failure is stored.
-        await self.store.records.create(claim)
+        record = await self.store.records.create(claim)
+        journal = await self._journal(claim, record)
+        clock.spend(journal.seconds)
         name = claim.task.agent_name or self.agent.agent_name
         agent = await self._import(claim.task, name)
         environment = open_environment(claim.task, call_timeout=self.environment_timeout)
         await self.store.records.advance(claim, RecordStatus.RUNNING)
         async with (
             CallWriter(self.store, claim) as writer,
-            self._open_rollout(claim, environment, writer, clock) as rollout,
+            self._open_rollout(claim, record, journal, environment, writer, clock) as rollout,
         ):
             outcome = await self._run_agent(claim, agent, name, rollout, writer)
         await self.store.records.advance(
@@ -158,9 +165,25 @@ class Worker:
             tool_rewards=rollout.tool_rewards,
             agent_score=rollout.agent_score,
             harness=rollout.harness_run,
+            partial=None,
             **({} if rollout.train_rule is None else {"train_rule": rollout.train_rule}),
         )
         return rollout, outcome
+
+    async def _journal(self, claim: Claim, record: Record) -> Journal:
+        """Return what earlier owners of the trajectory have done."""
+        # Spare new trajectories the query.
+        calls = await self.store.model_calls.by_record(record.id) if record.traj else []
+
+        async def drop(first: int) -> None:
+            await self.store.model_calls.drop(claim, first)
+
+        async def note(journal: Journal) -> None:
+            await self.store.records.note_replayed(
+                claim, turns=journal.replayed, tokens=journal.tokens, tool_seconds=journal.tool_seconds
+            )
+
+        return Journal(calls, drop, note)
 
     async def _import(self, task: Task, agent_name: str) -> Agent | AgentClass:
         """Return the agent; check that this process can use it and the task's scorer and answer schema."""
@@ -173,8 +196,9 @@ class Worker:
 
     @asynccontextmanager
     async def _open_rollout(
-        self, claim: Claim, environment: EnvironmentSession | None, writer: CallWriter, clock: Clock
-    ) -> AsyncIterator[Rollout]:
+        self, claim: Claim, record: Record, journal: Journal, environment: EnvironmentSession | None,
+        writer: CallWriter, clock: Clock,
+    ) -> AsyncIterator[Rollout]:  # fmt: skip
         """Open the tools, the environment and the engine of a trajectory; yield the Rollout over them."""
 
         async def hold(call: Callable[[], Awaitable[T]]) -> T:
@@ -188,15 +212,14 @@ class Worker:
                 # Record the success: ``hold`` records only those of calls that have failed before.
                 self.outages.breaker(environment.dependency).succeeded()
             tools = HeldTools(session, self.outages, clock)
-            # Spare first attempts the query: only an earlier one can have left tokens.
-            partial = await self.store.records.latest_partial(claim) if claim.attempt > 1 else None
             engine = await stack.enter_async_context(
-                self.router.session(claim.record_id, claim.task.id, partial, clock.stopped)
+                self.router.session(claim.record_id, claim.task.id, record.partial, clock.stopped)
             )
             await stack.enter_async_context(self._keeping_partial(claim, engine))
             calls = TrajectoryCalls(
                 claim, self.agent, chat_format=self.chat_format, engine=engine, params=self.params,
-                seed=self.seed, write=writer.write, images=self.store.images, hold=hold,
+                seed=self.seed, writer=writer, journal=journal, images=self.store.images, hold=hold,
+                environment=environment,
             )  # fmt: skip
             yield Rollout(
                 claim, self.agent, calls=calls, tools=tools,
@@ -258,6 +281,14 @@ class Worker:
             extra={"record": claim.record_id, "why": failure_text(error)},
         )
         await self.store.attempts.release(claim)
+
+    async def _begin_anew(self, claim: Claim, error: ReplayError) -> None:
+        """Release the slot of a trajectory that cannot go on; this uses up no attempt."""
+        logger.warning(
+            "a trajectory begins anew: its tools are not as they were",
+            extra={"record": claim.record_id, "why": failure_text(error)},
+        )
+        await self.store.attempts.release(claim, restart=True)
 
     async def _fail(self, claim: Claim, kind: str, why: Exception | str) -> None:
         message = failure_text(why)

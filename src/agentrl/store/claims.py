@@ -299,8 +299,8 @@ class Claims(Repository):
 
         Tries in this order: an open slot of an admitted group, in the order in which groups were begun; a
         slot of a group that is admitted now, chosen by ``selection`` if given, while fewer than
-        ``max_groups_open`` groups are open (see ``GroupAdmission``); a slot whose lease has expired. Claims of
-        one process that arrive at the same time share one write.
+        ``max_groups_open`` groups are open (see ``GroupAdmission``); a slot whose lease has expired. Claims
+        of one process that arrive at the same time share one write.
         """
         limit = GroupLimit(max_groups_open) if isinstance(max_groups_open, int) else max_groups_open
         request = ClaimRequest(owner, split, lease_seconds, limit, selection, without)
@@ -604,8 +604,8 @@ class ExpiredLeases(Repository):
             return fields, None
         fields |= {**FREE, "status": SlotStatus.FAILED.value, "begun": None}
         message = (
-            f"{deaths} samplers in a row died when it had {turns} model calls and {tools} tool calls; the last"
-            f" was {lost.owner}"
+            f"{deaths} samplers in a row died when it had {turns} model calls and {tools} tool calls; the"
+            f" last was {lost.owner}"
         )
         return fields, Failure(kind="poison", message=message)
 

@@ -116,6 +116,18 @@ class Records(Repository):
             raise lease_lost(claim)
 
     @database_call
+    async def note_replayed(self, claim: Claim, *, turns: int, tokens: int, tool_seconds: float) -> None:
+        """Note what the claim's owner took over from those before. Raises LeaseLostError."""
+        saved = {"replayed": turns, "tokens": tokens, "tool_seconds": tool_seconds}
+        result = await self._collection(RECORD).update_one(
+            running_record(claim),
+            {"$set": {f"owners.$[own].{name}": value for name, value in saved.items()}},
+            array_filters=[{"own.attempt": claim.attempt}],
+        )
+        if result.matched_count == 0:
+            raise lease_lost(claim)
+
+    @database_call
     async def get(self, record_id: str) -> Record | None:
         """Return the Record with this ``_id``; None if it does not exist."""
         return await self._one(Record, RECORD, {"_id": record_id})
@@ -180,7 +192,7 @@ class Records(Repository):
         try:
             await self._collection(RECORD).insert_one(record.to_document())
         except DuplicateKeyError:
-            # Read what is there: an earlier owner's, this owner's earlier try, or what keeps a late owner out.
+            # Read what is there: an earlier owner's, an earlier try, or what keeps a late owner out.
             await adopt_records(self._connection, [claim])
             stored = await self.get(record.id)
             if stored is None or stored.fence != claim.attempt or stored.status in _LOST:
