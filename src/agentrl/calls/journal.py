@@ -17,6 +17,7 @@ from typing import Any
 from agentrl.calls.prompts import Prompt
 from agentrl.chat.chat_format import Message
 from agentrl.documents.model_call import (
+    STEP,
     DispatchedSamplingTask,
     Event,
     ToolExecution,
@@ -25,9 +26,6 @@ from agentrl.documents.model_call import (
 )
 
 logger = logging.getLogger(__name__)
-
-STEP = "step"
-"""The name of the events that are answers of an environment."""
 
 _STALLED_SECONDS = 2.0
 """Wait of a request for those that came before it: parallel roles may ask in another order."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
@@ -307,6 +308,12 @@ class Pool(Generic[C]):
 def owner_name() -> str:
     """Return a unique, readable name of this process for claims."""
     return f"{describe_process_id()}-{uuid.uuid4().hex[:6]}"
+
+
+def host_of(owner: str) -> str | None:
+    """Return the host of the process that ``owner_name`` named; None for another name."""
+    found = re.fullmatch(r"(.+)-\d+-[0-9a-f]{6}", owner)
+    return None if found is None else found[1]
 
 
 async def bounded(work: Coroutine[Any, Any, None]) -> bool:

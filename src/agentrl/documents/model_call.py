@@ -377,6 +377,10 @@ class ToolExecution(Document):
         return [*text, *(image.part() for image in self.images)]
 
 
+STEP: Final = "step"
+"""The name of the events that are answers of an environment."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event(Document):
     """What a trajectory learned other than by a model or a tool: an environment's answer, or an agent's own.

@@ -225,6 +225,8 @@ INDEXES: dict[str, list[IndexModel]] = {
         _index(("created_at", _DOWN), ("_id", _DOWN)),
         _index(("score", _DOWN), ("_id", _DOWN)),
         _index("split", "min_version", where={"min_version": {"$gte": 0}}),
+        # Index only what has two owners: a screen sums up those that went on in another process.
+        _index("owners.1.attempt", where={"owners.1.attempt": {"$gt": 0}}),
     ],
     connection.MODEL_CALL: [
         _index("record", "index", unique=True),

@@ -36,10 +36,12 @@ ENDED = frozenset(RecordStatus) - {
 }  # fmt: skip
 """A Record that no sampler writes any more."""
 DEAD = ENDED - SETTLED
-"""A Record of an attempt that ended without a score."""
+"""A Record that no sampler writes, and that has no score."""
 TERMINAL = frozenset({SlotStatus.SCORED, SlotStatus.FAILED})
 _LIVING = frozenset({SlotStatus.RUNNING, SlotStatus.SAMPLED, SlotStatus.SCORED})
-"""A slot whose last attempt is alive."""
+"""A slot whose Record is alive."""
+_GOES_ON = (RecordStatus.CREATED, RecordStatus.RUNNING, RecordStatus.RELEASED)
+"""A Record that a claim has not adopted yet."""
 
 CHECKED_FIELDS = {
     "task": 1, "traj_id": 1, "attempt": 1, "split": 1, "epoch": 1, "status": 1, "score": 1,
@@ -47,7 +49,8 @@ CHECKED_FIELDS = {
     "score_details.turn_rewards": 1, "score_details.role_rewards": 1, "score_details.call_roles": 1,
     "turn_advantages": 1,
     "turns": 1, "tool_calls": 1, "context_resets": 1, "prompt_tokens": 1, "generated_tokens": 1,
-    "min_version": 1, "max_version": 1, "owner": 1, "traj": 1, "trained_count": 1, "last_trained_step": 1,
+    "min_version": 1, "max_version": 1, "owner": 1, "fence": 1, "owners.attempt": 1, "owners.dropped": 1,
+    "traj": 1, "trained_count": 1, "last_trained_step": 1,
     "scored_at": 1, "pruned_at": 1,
 }  # fmt: skip
 """The fields of a Record that the rules need; texts are left out."""
@@ -61,17 +64,20 @@ _CALL_FIELDS = {
     "status": 1, "versions": 1, "prompt_tokens": 1,
     "generated_tokens": 1, "created_at": 1, "packed_in_gridfs": 1,
     "executions": {"$size": "$tool_executions"},
+    "attempts": {
+        "$setUnion": [["$attempt"], "$tool_executions.attempt", {"$ifNull": ["$events.attempt", []]}]
+    },
     **{name: {"$binarySize": f"${name}"} for name in _PACKED},
 }  # fmt: skip
 
 
 def slot_problems(task: Json, records: Sequence[Json], is_final: bool) -> Iterator[CheckProblem]:
-    """Yield contradictions between the slots of a Task and its Records of every attempt."""
+    """Yield contradictions between the slots of a Task and all their Records."""
     slots = {slot["traj_id"]: slot for slot in task["slots"]}
     if len(slots) != len(task["slots"]):
         numbers = [slot["traj_id"] for slot in task["slots"]]
         yield CheckProblem(f"Task {task['_id']}", "slots with unique numbers", sorted(slots), numbers)
-    attempts: dict[int, dict[int, Json]] = {number: {} for number in slots}
+    of_slot: dict[int, dict[int, Json]] = {number: {} for number in slots}
     for record in records:
         slot = slots.get(record["traj_id"])
         if slot is None:
@@ -79,13 +85,13 @@ def slot_problems(task: Json, records: Sequence[Json], is_final: bool) -> Iterat
                 f"Record {record['_id']}", "its slot", f"one of {sorted(slots)}", record["traj_id"]
             )
             continue
-        attempts[record["traj_id"]][record["attempt"]] = record
+        of_slot[record["traj_id"]][record["attempt"]] = record
         yield from _belonging(task, slot, record)
     for number, slot in slots.items():
         name = f"Task {task['_id']} slot {number}"
         if is_final and slot["status"] not in TERMINAL:
             yield CheckProblem(name, "terminal at the end of the run", "scored or failed", slot["status"])
-        yield from _attempts(name, task, slot, attempts[number])
+        yield from _of_slot(name, task, slot, of_slot[number])
 
 
 def _belonging(task: Json, slot: Json, record: Json) -> Iterator[CheckProblem]:
@@ -99,34 +105,70 @@ def _belonging(task: Json, slot: Json, record: Json) -> Iterator[CheckProblem]:
             ("the epoch of its Task", task["epoch"], record["epoch"]),
         ],
     )
-    if record["attempt"] > slot["attempt"]:
-        yield CheckProblem(
-            name, "no attempt beyond its slot's", f"at most {slot['attempt']}", record["attempt"]
-        )
+    for what, attempt in (("attempt", record["attempt"]), ("fence", record.get("fence") or 0)):
+        if attempt > slot["attempt"]:
+            yield CheckProblem(name, f"no {what} beyond its slot's", f"at most {slot['attempt']}", attempt)
 
 
-def _attempts(name: str, task: Json, slot: Json, attempts: Mapping[int, Json]) -> Iterator[CheckProblem]:
-    current = attempts.get(slot["attempt"])
+def _of_slot(name: str, task: Json, slot: Json, records: Mapping[int, Json]) -> Iterator[CheckProblem]:
+    """Check the Records of a slot; ``records`` has them by the attempt that began them."""
+    begun = slot.get("begun")
+    number = slot["attempt"] if begun is None else begun
+    key = record_key(task["_id"], slot["traj_id"], number)
+    current = records.get(number)
+    if slot["status"] in _LIVING:
+        yield from differing(name, [("record_id of what it has begun", key, slot.get("record_id"))])
     if slot["status"] in (SlotStatus.SAMPLED, SlotStatus.SCORED):
-        yield from _ended(name, task, slot, current)
+        yield from _ended(name, slot, key, current)
     elif slot["status"] == SlotStatus.RUNNING and current is not None:
-        if current["status"] in ENDED:
-            what = "a running Record, since its slot is running"
-            yield CheckProblem(f"Record {current['_id']}", what, "created to scoring", current["status"])
-        yield from differing(
-            f"Record {current['_id']}", [("the owner of its slot", slot.get("owner"), current.get("owner"))]
-        )
-    living = slot["attempt"] if slot["status"] in _LIVING else None
-    for number, record in attempts.items():
-        if number != living and record["status"] not in DEAD:
-            what = f"dead, since attempt {number} is not the live one of its slot"
+        yield from _running(slot, current)
+    elif slot["status"] == SlotStatus.OPEN and begun is not None:
+        status = "none" if current is None else current["status"]
+        if status != RecordStatus.RELEASED:
+            what = f"a released Record {key}, which the next attempt goes on with"
+            yield CheckProblem(name, what, RecordStatus.RELEASED, status)
+    living = number if slot["status"] in _LIVING else None
+    for other, record in records.items():
+        yield from _owners(record, records)
+        if other != living and record["status"] not in DEAD:
+            what = f"dead, since attempt {other} is not what its slot has begun"
             yield CheckProblem(f"Record {record['_id']}", what, " or ".join(sorted(DEAD)), record["status"])
 
 
-def _ended(name: str, task: Json, slot: Json, record: Json | None) -> Iterator[CheckProblem]:
-    """Check a slot that is sampled or scored, and the Record of its attempt."""
-    key = record_key(task["_id"], slot["traj_id"], slot["attempt"])
-    yield from differing(name, [("record_id of its attempt", key, slot.get("record_id"))])
+def _running(slot: Json, record: Json) -> Iterator[CheckProblem]:
+    """Check the Record of a running slot."""
+    name, status = f"Record {record['_id']}", record["status"]
+    fence = record.get("fence")
+    if fence is not None and fence < slot["attempt"]:
+        if status not in _GOES_ON:
+            what = f"one to go on with, since attempt {slot['attempt']} has claimed its slot"
+            yield CheckProblem(name, what, " or ".join(_GOES_ON), status)
+        return
+    if status in ENDED:
+        what = "a running Record, since its slot is running"
+        yield CheckProblem(name, what, "created to scoring", status)
+    yield from differing(name, [("the owner of its slot", slot.get("owner"), record.get("owner"))])
+
+
+def _owners(record: Json, records: Mapping[int, Json]) -> Iterator[CheckProblem]:
+    """Check who sampled a Record, in order; what a divergence dropped has no owners of its own."""
+    owners = record.get("owners")
+    if not owners:
+        return
+    name, attempts = f"Record {record['_id']}", [owner["attempt"] for owner in owners]
+    if attempts != sorted(set(attempts)) or attempts[0] < record["attempt"]:
+        what = f"owners with rising attempts, from {record['attempt']} on"
+        yield CheckProblem(name, what, sorted(set(attempts)), attempts)
+    yield from differing(name, [("fence of its last owner", attempts[-1], record.get("fence"))])
+    for owner in owners:
+        if owner.get("dropped") and owner["attempt"] not in records.keys() - {record["attempt"]}:
+            what = f"the Record of the {owner['dropped']} model calls that attempt {owner['attempt']} dropped"
+            key = record_key(record["task"], record["traj_id"], owner["attempt"])
+            yield CheckProblem(name, what, key, "none")
+
+
+def _ended(name: str, slot: Json, key: str, record: Json | None) -> Iterator[CheckProblem]:
+    """Check a slot that is sampled or scored, and its Record."""
     if slot["status"] == SlotStatus.SAMPLED:
         status = "none" if record is None else record["status"]
         if status != RecordStatus.COMPLETED:
@@ -179,9 +221,15 @@ def call_problems(record: Json, calls: Sequence[Json]) -> Iterator[CheckProblem]
         ],
     )
     yield from differing(name, _sums(record, calls))
+    owners = {owner["attempt"] for owner in record.get("owners") or ()}
     earlier: dict[str, Json] = {}
     for call in calls:
         yield from _call(call, earlier)
+        strangers = sorted(set(filter(None, call["attempts"])) - owners) if owners else []
+        if strangers:
+            what = "made by owners of its Record, with its tool calls and events"
+            document = f"DispatchedSamplingTask {call['_id']}"
+            yield CheckProblem(document, what, f"attempts of {sorted(owners)}", strangers)
         earlier[call["_id"]] = call
 
 
