@@ -225,15 +225,15 @@ class ContainerConfig(Flags):
 
     snapshot_mb: int = flag(
         256,
-        "largest archive of what a trajectory has changed in its container; it is kept after each turn, so that"
+        "largest archive of what a trajectory has changed in its container; it is kept after each turn, and"
         " another sampler goes on from there (0: keep none, and run the commands again)",
         within="[0, inf)",
         unit="MiB",
     )
     snapshots_to: str | None = flag(
         None,
-        "folder, s3:// or gs:// URL of these archives, which all samplers of the run reach (default: snapshots"
-        " in --output_dir)",
+        "folder, s3:// or gs:// URL of these archives, the same for all samplers of the run (default:"
+        " snapshots in --output_dir)",
     )
 
     @cached_property

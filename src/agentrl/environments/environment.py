@@ -206,8 +206,8 @@ class Environment:
     def snapshot(self, archive: Path, limit: int) -> Awaitable[None] | None:
         """Write the files that tools and messages have changed into ``archive``, of at most ``limit`` bytes.
 
-        For environments with ``state = "snapshot"``. Raise an exception if they cannot be kept: then the calls
-        are made again.
+        For environments with ``state = "snapshot"``. Raise an exception if they cannot be kept: then another
+        process makes the calls again.
         """
         raise TaskEnvironmentError(
             f"{type(self).__name__} keeps no files", hint="define the methods 'snapshot' and 'restore'"
@@ -510,18 +510,14 @@ class EnvironmentSession:
             return None
         if not self._has_changed:
             return self._snapshot
-        async with self._keeping:
-            async with _temporary_folder() as folder:
-                archive = folder / "snapshot.tar"
-                self._snapshot, self._has_changed = None, False
-                try:
-                    await self._method("snapshot", self.instance.snapshot, archive, files.limit)
-                    size = archive.stat().st_size
-                    if size > 2 * files.limit:
-                        raise TaskEnvironmentError(f"its snapshot has {size:,} bytes")
-                    self._snapshot = await files.put(archive)
-                except (AgentRLError, OSError) as error:
-                    _warn_not_kept(self.name, describe(error))
+        async with self._keeping, _temporary_folder() as folder:
+            archive = folder / "snapshot.tar"
+            self._snapshot, self._has_changed = None, False
+            try:
+                await self._method("snapshot", self.instance.snapshot, archive, files.limit)
+                self._snapshot = await files.put(archive)
+            except (AgentRLError, OSError) as error:
+                _warn_not_kept(self.name, describe(error))
         return self._snapshot
 
     async def restore(self, reference: str) -> bool:

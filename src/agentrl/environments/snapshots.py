@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 FLAG: Final = "--snapshots_to"
 _KEPT: Final = 2
 """Snapshots of one owner that stay: the last may not be named by a stored model call yet."""
+_MARGIN: Final = 2
+"""Most bytes of an archive, in limits: headers and names come on top of what is kept."""
 _FOLDER: Final = re.compile(r"[0-9a-f]{32}")
 _REFERENCE: Final = re.compile(r"(\d+-\d+\.tar):(\d+):([0-9a-f]{64})")
 _RECORD: Final = "record"
@@ -35,25 +37,25 @@ _RECORD: Final = "record"
 _RECORD_BYTES: Final = 1 << 16
 
 
-def require_place(root: str) -> None:
-    """Raise ConfigError unless snapshots can be stored at ``root``. Connects to nothing."""
-    storage.require_storage(root)
-    if root.startswith("http"):
-        raise ConfigError(
-            f"{FLAG} is {root}: a web server lists no files, so that none would be deleted",
-            hint="give a folder, s3://BUCKET/FOLDER or gs://BUCKET/FOLDER",
-        )
-
-
 class Snapshots:
     """The snapshots of one run, in a folder for each trajectory."""
 
-    def __init__(self, root: str, owner: Owner, limit: int) -> None:
-        """``root`` is a folder's path or a URL, which becomes the run's; ``limit`` is in bytes."""
+    def __init__(self, root: str, owner: Callable[[], Awaitable[Owner]], limit: int) -> None:
+        """``root`` is a folder's path or a URL, which becomes the run's at the first snapshot.
+
+        ``owner`` returns the run as the owner of folders; ``limit`` is in bytes, 0 keeps nothing. Raises
+        ConfigError for a root that cannot be used; connects to nothing.
+        """
+        storage.require_storage(root)
+        if root.startswith("http"):
+            raise ConfigError(
+                f"{FLAG} is {root}: a web server lists no files, so that none would be deleted",
+                hint="give a folder, s3://BUCKET/FOLDER or gs://BUCKET/FOLDER",
+            )
         self.root = root.rstrip("/") if storage.is_remote(root) else str(Path(root).resolve())
         self.limit = limit
-        self._owner = owner
-        self._is_claimed = False
+        self._find_owner = owner
+        self._owner: Owner | None = None
 
     def of(self, record: str, attempt: int) -> TrajectorySnapshots:
         """Return the snapshots of one trajectory; ``attempt`` is the claim that makes new ones."""
@@ -85,35 +87,38 @@ class Snapshots:
             await self._delete(folder)
         return len(left)
 
-    async def claim(self) -> None:
-        """Make the place the run's, once. Raises ConfigError if it is another's, and PublishError."""
-        if self._is_claimed:
-            return
-        if storage.is_remote(self.root):
-            place = f"{self.root}/{OWNER_FILE}"
-            try:
-                found = Owner.from_json(await storage.read(place), place)
-            except PublishError as error:
-                if not isinstance(error.__cause__, FileNotFoundError):
-                    raise
-                await storage.write(place, self._owner.to_json())
-                found = Owner.from_json(await storage.read(place), place)
-            if found != self._owner:
-                raise foreign(self.root, found, self._owner, FLAG)
-        else:
-            try:
-                await asyncio.to_thread(claim, Path(self.root), self._owner, FLAG)
-            except OSError as error:
-                raise ConfigError(
-                    f"{self.root} cannot be written: {error.strerror or error}", hint=f"give another {FLAG}"
-                ) from error
-        self._is_claimed = True
-
     async def confirm(self) -> None:
-        """Check before writing or deleting that the place is still the run's. Raises as ``claim``."""
-        await self.claim()
-        if not storage.is_remote(self.root):
+        """Make the place the run's, or check that it still is, before writing or deleting there.
+
+        Raises ConfigError if it is another run's, and PublishError.
+        """
+        if self._owner is None:
+            owner = await self._find_owner()
+            await (self._claim_url(owner) if storage.is_remote(self.root) else self._claim_folder(owner))
+            self._owner = owner
+        elif not storage.is_remote(self.root):
             await asyncio.to_thread(confirm, Path(self.root), self._owner)
+
+    async def _claim_folder(self, owner: Owner) -> None:
+        try:
+            await asyncio.to_thread(claim, Path(self.root), owner, FLAG)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.root} cannot be written: {error.strerror or error}", hint=f"give another {FLAG}"
+            ) from error
+
+    async def _claim_url(self, owner: Owner) -> None:
+        place = f"{self.root}/{OWNER_FILE}"
+        try:
+            found = Owner.from_json(await storage.read(place), place)
+        except PublishError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            await storage.write(place, owner.to_json())
+            # Read it back: no storage creates atomically, and the last of two writers wins.
+            found = Owner.from_json(await storage.read(place), place)
+        if found != owner:
+            raise foreign(self.root, found, owner, FLAG)
 
     async def _record(self, folder: str) -> str | None:
         """Return the id of the Record whose folder this is; None if it is none."""
@@ -125,7 +130,7 @@ class Snapshots:
         return record if self.folder_of(record) == folder else None
 
     async def _delete(self, folder: str) -> None:
-        if not storage.is_remote(folder) and not os.path.isdir(folder):
+        if not storage.is_remote(folder) and not await asyncio.to_thread(os.path.isdir, folder):
             return
         try:
             await self.confirm()
@@ -158,7 +163,9 @@ class TrajectorySnapshots:
         folder = self.snapshots.folder_of(self.record)
         self._count += 1
         name = f"{self.attempt}-{self._count}.tar"
-        digest, size = await asyncio.to_thread(_digest, archive), archive.stat().st_size
+        size, digest = await asyncio.to_thread(_measure, archive)
+        if size > _MARGIN * self.limit:
+            raise PublishError(f"a snapshot has {size:,} bytes, and the limit is {self.limit:,}")
         if storage.is_remote(folder):
             if self._count == 1:
                 await storage.write(f"{folder}/{_RECORD}", self.record.encode())
@@ -172,7 +179,7 @@ class TrajectorySnapshots:
     async def get(self, reference: str, target: Path) -> bool:
         """Copy the archive of a reference to ``target``; return False if it is not there, or another."""
         found = _REFERENCE.fullmatch(reference)
-        if found is None or int(found[2]) > 2 * self.limit:
+        if found is None or int(found[2]) > _MARGIN * self.limit:
             return False
         file = FileChecksum(name=found[1], bytes=int(found[2]), sha256=found[3])
         try:
@@ -184,9 +191,11 @@ class TrajectorySnapshots:
         return True
 
 
-def _digest(path: Path) -> str:
+def _measure(path: Path) -> tuple[int, str]:
+    """Return the size and the digest of a file."""
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return stream.tell(), digest
 
 
 def _copy(archive: Path, folder: Path, name: str, record: str) -> None:
