@@ -69,6 +69,11 @@ class Writes(Protocol):
 class Steps(Protocol):
     """The environment of a trajectory: ``EnvironmentSession``."""
 
+    @property
+    def state(self) -> ToolState:
+        """Return what it keeps between messages."""
+        ...
+
     async def replay(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> int | None:
         """Give stored messages to it again; return the index of the first that is answered otherwise."""
         ...
@@ -135,6 +140,10 @@ class TrajectoryCalls:
         self._environment = environment
         self._lost: ReplayError | None = None
         self._rebuilding = asyncio.Lock()
+        self._is_rebuilt = False
+        self._files_of: Tools | None = None
+        """The tools, once they are used, if they keep files."""
+        self._keeping: asyncio.Task[str | None] | None = None
         self._turn = asyncio.Lock()
 
     @property
@@ -190,6 +199,7 @@ class TrajectoryCalls:
             params = self._params.replace(**changes).seeded(*self._seed, *(seed or (self.turns,)))
             params = self.budget.clamp(params, len(prompt.ids))
             images = await images_of(self.images, prompt.images)
+            self._keep_files()
             with model_call_span(self.record, params) as span:
                 generation = await self.hold(
                     lambda: self._engine.generate(
@@ -283,6 +293,9 @@ class TrajectoryCalls:
         """
         async with self._rebuilding:
             self._require_state()
+            if not self._is_rebuilt:
+                await self._restore_files(tools)
+            await self._note_files()
             while self.journal.done:
                 stored = self.journal.done.pop(0)
                 if isinstance(stored, ToolExecution):
@@ -296,6 +309,46 @@ class TrajectoryCalls:
                         hint="declare its state: docs/durable.md",
                     )
                     self._require_state()
+
+    async def _restore_files(self, tools: Tools) -> None:
+        """Give new sessions the files that are kept; the calls that had changed them are not made again."""
+        self._is_rebuilt = True
+        self._files_of = tools if tools.keeps_files else None
+        journal = self.journal
+        if journal.snapshot is None or not await tools.restore(journal.snapshot):
+            return
+
+        def is_kept(stored: ToolExecution | Event) -> bool:
+            if isinstance(stored, ToolExecution):
+                return tools.state_of(stored.name, stored.server) is ToolState.SNAPSHOT
+            return self._environment is not None and self._environment.state is ToolState.SNAPSHOT
+
+        before, after = journal.done[: journal.in_snapshot], journal.done[journal.in_snapshot :]
+        journal.done = [stored for stored in before if not is_kept(stored)] + after
+
+    def _keep_files(self) -> None:
+        """Begin to keep the files of tools while a model call is made."""
+        if self._files_of is None or self._keeping is not None:
+            return
+        # Leave parallel roles out: the tools of another one may run meanwhile.
+        if all(turn.role == self.made[0].role for turn in self.made):
+            self._keeping = asyncio.create_task(self._files_of.snapshot(), name=f"files of {self.record}")
+
+    async def _note_files(self) -> None:
+        """Note where the files are kept with the call whose tools begin now."""
+        if self._keeping is None or not self.made:
+            return
+        reference = await asyncio.shield(self._keeping)
+        self._keeping, taker = None, self.made[-1]
+        if reference is not None and not taker.closed:
+            taker.snapshot = reference
+            taker.change()
+            self._writer.offer(taker)
+
+    async def stop_keeping(self) -> None:
+        """End what is being kept: the trajectory is over."""
+        if self._keeping is not None:
+            await end_tasks(self._keeping)
 
     async def _step_differs(self, step: Event) -> bool:
         environment = self._environment
@@ -480,6 +533,7 @@ class Histories:
         execution = await self._calls.run_tool(turn, call, tools)
         if turn is not None and len(turn.journal) == before:
             turn.tool_seconds += execution.seconds
+            turn.change()
         return execution.text, execution.error
 
 
