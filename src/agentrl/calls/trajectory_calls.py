@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
-
-import bson
 
 from agentrl.base.concurrency import end_tasks
 from agentrl.calls.journal import Journal
@@ -80,7 +79,7 @@ class Steps(Protocol):
 
 
 _LARGEST_EVENT = 2**20
-"""Bytes of what ``Rollout.once`` keeps: more does not belong into the document of a model call."""
+"""Characters of what ``Rollout.once`` keeps: more does not belong into the document of a model call."""
 
 _INTERRUPTED = (
     "the call was interrupted after it had begun: it may have taken effect, and it is not made again"
@@ -380,10 +379,10 @@ class TrajectoryCalls:
         self._begin()
         started_at, started = now(), time.monotonic()
         result = sanitize_bson(await call())
-        size = len(bson.encode({"": result}))
+        size = len(json.dumps(result, default=str))
         if size > _LARGEST_EVENT:
             raise TrajectoryError(
-                f"what {name!r} returned has {size:,} bytes, more than {_LARGEST_EVENT:,}",
+                f"what {name!r} returned has {size:,} characters as JSON, more than {_LARGEST_EVENT:,}",
                 hint="return what the trajectory needs of it",
             )
         event = Event(

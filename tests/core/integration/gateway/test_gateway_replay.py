@@ -336,7 +336,8 @@ async def test_an_owner_that_gives_up_drops_nothing_and_a_reward_is_reported_aga
             await asyncio.Event().wait()
 
     running = asyncio.create_task(run())
-    while not await store.database["GatewayCall"].count_documents({"replays": {"$ne": None}}):
+    replayed = {"replays": {"$ne": None}}
+    while not await store.database["GatewayCall"].count_documents(replayed):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     await end_tasks(running)
     record = await given_up.record()
