@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
-
-import bson
 
 from agentrl.base.concurrency import end_tasks
 from agentrl.calls.journal import Journal
@@ -84,7 +83,7 @@ class Steps(Protocol):
 
 
 _LARGEST_EVENT = 2**20
-"""Bytes of what ``Rollout.once`` keeps: more does not belong into the document of a model call."""
+"""Characters of what ``Rollout.once`` keeps: more does not belong into the document of a model call."""
 
 _INTERRUPTED = (
     "the call was interrupted after it had begun: it may have taken effect, and it is not made again"
@@ -110,6 +109,7 @@ class TrajectoryCalls:
         journal: Journal,
         images: Images,
         hold: Hold,
+        begin: Callable[[], None] = lambda: None,
         environment: Steps | None = None,
     ) -> None:
         """``writer`` stores model calls; ``journal`` has those of earlier owners; ``images`` the messages'.
@@ -117,7 +117,8 @@ class TrajectoryCalls:
         Every model call has its own sampling seed, derived from ``seed``, the task, the trajectory, the
         attempt that began it and the turn. With a batch-invariant engine the same run samples the same tokens
         again; a trajectory that begins anew is another sample. ``hold`` repeats a call while the engines or a
-        fixed model are down.
+        fixed model are down. ``begin`` is asked before a tool or an event that the journal does not have; it
+        raises if no call may begin.
         """
         self.chat_format = chat_format
         self.images = images
@@ -138,6 +139,7 @@ class TrajectoryCalls:
         self._engine = engine
         self._params = params
         self._writer = writer
+        self._begin = begin
         self._environment = environment
         self._lost: ReplayError | None = None
         self._rebuilding = asyncio.Lock()
@@ -150,7 +152,7 @@ class TrajectoryCalls:
     @property
     def turns(self) -> int:
         """Return the number of model calls of all roles."""
-        return len(self._adopted) or len(self.made)
+        return sum(not call.dropped for call in self._adopted) if self._adopted else len(self.made)
 
     @property
     def scored_calls(self) -> list[ScoredCall]:
@@ -249,11 +251,9 @@ class TrajectoryCalls:
             turn.change()
         self._writer.offer(turn)
 
-    def adopt(self, calls: Sequence[DispatchedSamplingTask]) -> None:
-        """Take over the calls that a gateway made and stored."""
-        self._adopted = [
-            ScoredCall.of(call.response, call.tool_executions, call.status, call.role) for call in calls
-        ]
+    def adopt(self, calls: Sequence[DispatchedSamplingTask], dropped: Collection[int]) -> None:
+        """Take over the calls that a gateway made and stored; ``dropped`` ones are no turns."""
+        self._adopted = [ScoredCall.of_document(call, dropped) for call in calls]
 
     async def run_tool(self, turn: Turn | None, call: ToolCall, tools: Tools) -> ToolExecution:
         """Run a valid tool call of ``turn`` and record it there; or return its run in the journal.
@@ -269,6 +269,8 @@ class TrajectoryCalls:
                 tools.recall(found)
                 turn.executions.append(found)
                 return found
+        # Ask before the note of an outside tool: noted, it counts as one that may have taken effect.
+        self._begin()
         begun: ToolExecution | None = None
         await self.rebuild(tools)
         if turn is not None and tools.state_of(call.name) is ToolState.OUTSIDE:
@@ -378,12 +380,13 @@ class TrajectoryCalls:
         found = self.journal.event(name, arguments)
         if found is not None:
             return found.result
+        self._begin()
         started_at, started = now(), time.monotonic()
         result = sanitize_bson(await call())
-        size = len(bson.encode({"": result}))
+        size = len(json.dumps(result, default=str))
         if size > _LARGEST_EVENT:
             raise TrajectoryError(
-                f"what {name!r} returned has {size:,} bytes, more than {_LARGEST_EVENT:,}",
+                f"what {name!r} returned has {size:,} characters as JSON, more than {_LARGEST_EVENT:,}",
                 hint="return what the trajectory needs of it",
             )
         event = Event(
@@ -533,6 +536,7 @@ class Histories:
         execution = await self._calls.run_tool(turn, call, tools)
         if turn is not None and len(turn.journal) == before:
             turn.tool_seconds += execution.seconds
+            turn.change()
         return execution.text, execution.error
 
 
@@ -583,12 +587,12 @@ class CallWriter:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if not self._queue:
-            return
-        self._must_flush = True
-        writer = self._start()
-        await asyncio.wait([writer], timeout=_LAST_SECONDS)
-        await end_tasks(writer)
+        if self._queue:
+            self._must_flush = True
+            writer = self._start()
+            await asyncio.wait([writer], timeout=_LAST_SECONDS)
+            self._queue.clear()  # what the database did not take in time, the next owner makes again
+            await end_tasks(writer)
 
     def offer(self, call: Turn) -> None:
         """Queue a model call that is new or has changed, and may change again.
@@ -681,7 +685,7 @@ class CallWriter:
                 for turn, call, seen in zip(turns, calls, changes, strict=True):
                     turn.wrote(call, seen)
                     if turn.is_written:
-                        del self._queue[turn]
+                        self._queue.pop(turn, None)
                 self._written.set()
         except Exception as error:  # noqa: BLE001  ``write`` and ``flush`` raise it
             self._error = error

@@ -428,6 +428,15 @@ class ClaimConfig(Flags):
         within="(0, inf)",
         unit="seconds",
     )
+    # Not more: with the 15 s to cancel, release and finalize it fits 30 s, the grace of Kubernetes and Slurm.
+    drain_seconds: float = flag(
+        10.0,
+        "how long model calls, tool calls and scorings that run may go on after SIGTERM or `agentrl samplers"
+        " drain`; a second signal ends them at once",
+        within="[0, inf)",
+        unit="seconds",
+        per_process=True,
+    )
 
     @property
     def heartbeat_seconds(self) -> float:

@@ -78,7 +78,9 @@ class Worker:
     sampling: SamplingConfig
     claims: ClaimConfig
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when this process must stop; failures of engines and tool servers then count as interruptions."""
+    """Set when this process must stop: calls that run may end, and no other begins.
+
+    Failures of engines and tool servers then count as interruptions."""
     environment_timeout: float = ToolConfig.tool_timeout_seconds
     """Bound of each call of an environment's method, in seconds."""
     outages: Outages = field(default_factory=Outages)
@@ -99,10 +101,10 @@ class Worker:
         While an engine or a tool server is down, the trajectory waits. If it waits too long, its slot is
         released. A trajectory that gets no score waits for one, sampled, in the queue. Any other failure is
         stored in the Record, and any sampler retries it later. On cancellation the caller must
-        release the claim; a failure of an engine, a tool server or a scorer while this process stops counts
-        as cancellation. Raises StoreError if the database stays unavailable or refuses this user, and
-        ConfigError if this process cannot work on the task: the caller must release the claim then too. A
-        value that no document can hold fails this trajectory only.
+        release the claim. While this process stops, a trajectory cancels itself at its next call, and at a
+        failure of an engine, a tool server or a scorer. Raises StoreError if the database stays unavailable
+        or refuses this user, and ConfigError if this process cannot work on the task: the caller must release
+        the claim then too. A value that no document can hold fails this trajectory only.
         """
         with trajectory_span(claim, claim.task.agent_name or self.agent.agent_name) as span:
             if span.trace_id is not None:
@@ -184,8 +186,8 @@ class Worker:
             await self.store.model_calls.drop(claim, first)
 
         async def note(journal: Journal) -> None:
-            await self.store.records.note_replayed(
-                claim, turns=journal.replayed, tokens=journal.tokens, tool_seconds=journal.tool_seconds
+            await self.store.records.note(
+                claim, replayed=journal.replayed, tokens=journal.tokens, tool_seconds=journal.tool_seconds
             )
 
         return Journal(calls, drop, note)
@@ -205,9 +207,25 @@ class Worker:
         writer: CallWriter, clock: Clock,
     ) -> AsyncIterator[Rollout]:  # fmt: skip
         """Open the tools, the environment and the engine of a trajectory; yield the Rollout over them."""
+        trajectory = asyncio.current_task()
+        assert trajectory is not None
+
+        def begin() -> None:
+            """Let a call begin; while this process stops, cancel the trajectory instead.
+
+            Why not an error? An agent may catch it and return an answer; `contain` lets no agent suppress the
+            cancellation of its trajectory.
+            """
+            if self.stop.is_set():
+                trajectory.cancel()
+                raise asyncio.CancelledError("this process stops: no call begins")
 
         async def hold(call: Callable[[], Awaitable[T]]) -> T:
-            return await self.outages.hold(call, clock)
+            async def made() -> T:
+                begin()
+                return await call()
+
+            return await self.outages.hold(made, clock)
 
         async with AsyncExitStack() as stack:
             session = await hold(
@@ -224,7 +242,7 @@ class Worker:
             calls = TrajectoryCalls(
                 claim, self.agent, chat_format=self.chat_format, engine=engine, params=self.params,
                 seed=self.seed, writer=writer, journal=journal, images=self.store.images, hold=hold,
-                environment=environment,
+                begin=begin, environment=environment,
             )  # fmt: skip
             stack.push_async_callback(calls.stop_keeping)
             yield Rollout(

@@ -445,9 +445,13 @@ class Claims(Repository):
         updates = [
             UpdateOne(
                 {"_id": claim.record_id, "status": {"$in": values(SAMPLED)}},
-                {"$set": {
-                    "owner": claim.owner, "fence": claim.attempt, "status": RecordStatus.COMPLETED.value,
-                }},
+                {
+                    "$set": {
+                        "owner": claim.owner,
+                        "fence": claim.attempt,
+                        "status": RecordStatus.COMPLETED.value,
+                    }
+                },
             )
             for claim in claims
         ]

@@ -225,9 +225,7 @@ def new_claims(document: Json, owners: Sequence[str]) -> list[Claim]:
     task = Task.from_document(document)
     slots = {slot.traj_id: slot for slot in task.slots}
     traj_ids = [entry["traj_id"] for entry in document["last_claim"]]
-    return [
-        claim_of(task, slots[traj_id], owner) for traj_id, owner in zip(traj_ids, owners, strict=False)
-    ]
+    return [claim_of(task, slots[traj_id], owner) for traj_id, owner in zip(traj_ids, owners, strict=False)]
 
 
 def claim_of(task: Task, slot: Slot, owner: str) -> Claim:
