@@ -202,7 +202,7 @@ class TrajectoryCalls:
             params = self._params.replace(**changes).seeded(*self._seed, *(seed or (self.turns,)))
             params = self.budget.clamp(params, len(prompt.ids))
             images = await images_of(self.images, prompt.images)
-            self._begin_keeping()
+            self._begin_keeping(role)
             with model_call_span(self.record, params) as span:
                 generation = await self.hold(
                     lambda: self._engine.generate(
@@ -298,6 +298,9 @@ class TrajectoryCalls:
             self._require_state()
             if not self._is_rebuilt:
                 await self._restore_files(tools)
+            # Change no file before it is kept: the snapshot is that of the call before.
+            if self._keeping is not None:
+                await asyncio.wait([self._keeping])
             while self.journal.done:
                 stored = self.journal.done.pop(0)
                 if isinstance(stored, ToolExecution):
@@ -331,12 +334,12 @@ class TrajectoryCalls:
         others = [stored for stored in journal.done[:count] if not is_kept(stored)]
         journal.done = [*others, *journal.done[count:]]
 
-    def _begin_keeping(self) -> None:
-        """Keep the files of tools while the next model call is made."""
+    def _begin_keeping(self, role: str | None) -> None:
+        """Keep the files of tools while the next model call of ``role`` is made."""
         if self._files_of is None or not (self._keeping is None or self._keeping.done()):
             return
-        # Leave parallel roles out: the tools of another one may run meanwhile.
-        if self.made and all(turn.role == self.made[0].role for turn in self.made):
+        # Leave out what is not a sequence: tools of another role, or of an earlier call, may run meanwhile.
+        if self.made and self.made[-1].settled and all(turn.role == role for turn in self.made):
             keeping = self._keep_files(self._files_of, self.made[-1])
             self._keeping = asyncio.create_task(keeping, name=f"files of {self.record}")
 

@@ -27,7 +27,7 @@ from agentrl.documents.record import CommandRun, HarnessRun
 from agentrl.documents.status import ToolState
 from agentrl.documents.task import Task
 from agentrl.documents.task_json import BadTaskError
-from agentrl.environments.environment import Environment, container_flags, environment
+from agentrl.environments.environment import Environment, environment
 from agentrl.errors import TaskEnvironmentError, ToolServerError
 from agentrl.worlds.archives import compare
 from agentrl.worlds.containers.changes import Changes, NotKeptError
@@ -269,7 +269,7 @@ class Harbor(Environment):
     async def _note_beginning(self) -> None:
         """List the container's files before the first command, for snapshots: a harness needs none."""
         async with self._beginning:
-            if self._work is None and container_flags().snapshot_mb > 0:
+            if self._work is None and self.keeps_files:
                 self._work = Changes(self.container, self._scratch)
                 try:
                     await self._work.begin()
