@@ -269,7 +269,8 @@ async def kept(agent: str | Agent = "react", script: Sequence[str] = (ADD, ADD, 
 async def test_files_are_kept_with_the_call_that_they_follow(files: Files) -> None:
     calls = await kept()
     assert [call.snapshot for call in calls] == [*(f"files after {n}" for n in (1, 2, 3, 4)), None]
-    assert [call.snapshot for call in await kept(talk("ab"), [ADD] * 6)] == [None] * 6, "another role acts"
+    by_roles = await kept(talk("ab"), [ADD] * 6)
+    assert {call.snapshot for call in by_roles if call.role == "b"} == {None}, "two roles act"
     assert files.restored == []
 
 
