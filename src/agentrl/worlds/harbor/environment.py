@@ -264,7 +264,7 @@ class Harbor(Environment):
         if not 0 < seconds <= _LONGEST_BASH_SECONDS:
             raise ValueError(f"seconds is {seconds:g}; give a number up to {_LONGEST_BASH_SECONDS:g}")
         await self._note_beginning()
-        return output_text(await self.run([self._shell, "-c", f"exec 2>&1\n{command}"], seconds=seconds))
+        return output_text(await self._run([self._shell, "-c", f"exec 2>&1\n{command}"], seconds=seconds))
 
     async def _note_beginning(self) -> None:
         """List the container's files before the first command, for snapshots: a harness needs none."""
@@ -293,7 +293,12 @@ class Harbor(Environment):
         return self._harbor.toml.agent.user
 
     async def run(self, command: list[str], *, seconds: float) -> Execution:
-        """Run a command of the agent, as the agent's user."""
+        """Run a command of the agent, as the agent's user. The container's files are not kept from then on."""
+        # Such commands are not stored: an agent that runs again runs them again, before files are restored.
+        self._unkept = NotKeptError("the agent runs commands of its own beside its tools")
+        return await self._run(command, seconds=seconds)
+
+    async def _run(self, command: list[str], *, seconds: float) -> Execution:
         return await self.container.run(
             command, seconds=seconds, user=self.user, output_bytes=OUTPUT_BYTES,
             shown_bytes=_SHOWN_BYTES,
