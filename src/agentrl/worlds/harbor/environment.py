@@ -293,7 +293,7 @@ class Harbor(Environment):
         return self._harbor.toml.agent.user
 
     async def run(self, command: list[str], *, seconds: float) -> Execution:
-        """Run a command of the agent, as the agent's user. The container's files are not kept from then on."""
+        """Run a command of the agent, as the agent's user; from then on no snapshot is made."""
         # Such commands are not stored: an agent that runs again runs them again, before files are restored.
         self._unkept = NotKeptError("the agent runs commands of its own beside its tools")
         return await self._run(command, seconds=seconds)
