@@ -19,7 +19,6 @@ from urllib.parse import urlsplit, urlunsplit
 from agentrl.base.concurrency import Deadline
 from agentrl.base.user_code import contain, describe
 from agentrl.base.validation import Positive, PositiveWhole, SettingsModel, Text, read_config
-from agentrl.calls.journal import STEP
 from agentrl.calls.prompts import Conversation, Prompt
 from agentrl.calls.trajectory_calls import Histories, MakeProgress, TrajectoryCalls, stored_generation
 from agentrl.calls.turns import (
@@ -38,6 +37,7 @@ from agentrl.config.schema import AgentConfig
 from agentrl.documents.document import plain, sanitize_bson
 from agentrl.documents.images import content_with, text_of
 from agentrl.documents.model_call import (
+    STEP,
     DispatchedSamplingTask,
     FixedModelCall,
     ToolExecution,
@@ -225,6 +225,7 @@ class Role:
             self._shared.tool_calls += len(turn.executions) - before
             if turn.changes > changes:
                 turn.tool_seconds += time.monotonic() - started
+                turn.change()
             turn.settled = True
         self.append_messages(messages)
         return list(turn.executions)
