@@ -277,7 +277,8 @@ def rows(found: Mapping[str, Outcome], cases: Mapping[str, Case]) -> list[Row]:
         lines.append(
             Row(
                 what=f"seconds until all are scored{whose}, {killed.kills} kills",
-                ours=f"{killed.seconds:.0f}", baseline=f"{calm.seconds:.0f}", ratio=killed.seconds / calm.seconds,
+                ours=f"{killed.seconds:.0f}", baseline=f"{calm.seconds:.0f}",
+                ratio=killed.seconds / calm.seconds,
             )
         )  # fmt: skip
     if "short_lived" in found:

@@ -533,7 +533,7 @@ class Gateways(Repository):
                 "let": {"attempt": "$attempt"},
                 "pipeline": [
                     {"$match": {
-                        "status": {"$in": _LIVE_CALLS}, "$expr": {"$eq": ["$attempt", "$$attempt"]},
+                        "status": {"$in": _LIVE_CALLS}, "$expr": {"$eq": [{"$ifNull": ["$attempt", 1]}, "$$attempt"]},
                     }},
                     {"$count": "count"},
                 ],
