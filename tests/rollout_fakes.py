@@ -17,7 +17,7 @@ from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.renderer import ChatTemplate, ControlTokens, TemplateRenderer
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.images import Image
-from agentrl.documents.model_call import PartialGeneration, VersionSpan
+from agentrl.documents.model_call import PartialGeneration, ToolExecution, VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ToolState
 from agentrl.documents.task import Claim
@@ -141,12 +141,13 @@ def make_rollout(
     images: MemoryImages | None = None,
     manage_context: ContextManager | None = None,
     environment: EnvironmentSession | None = None,
+    journal: Journal | None = None,
 ) -> Rollout:
     """A trajectory whose finished model calls go to ``write``; by default without tools and images."""
     calls = TrajectoryCalls(
         claim, config, chat_format=chat_format, engine=engine, params=params or SamplingParams(), seed=seed,
-        writer=_Writes(write), journal=Journal((), nothing, nothing), images=images or MemoryImages(),
-        hold=call_at_once,  # type: ignore[arg-type]
+        writer=_Writes(write), journal=journal or Journal((), nothing, nothing), hold=call_at_once,
+        images=images or MemoryImages(), environment=environment,  # type: ignore[arg-type]
     )  # fmt: skip
     return Rollout(
         claim, config, calls=calls, tools=tools or FakeTools(), schemas=schemas,  # type: ignore[arg-type]
@@ -162,7 +163,11 @@ class _Writes:
     """Gives calls that change no more to ``write``."""
 
     def __init__(self, write: Callable[[Turn], Awaitable[None]]) -> None:
-        self.write = write
+        self._write = write
+
+    async def write(self, call: Turn) -> None:
+        """It changes no more."""
+        await self._write(call)
 
     def offer(self, call: Turn) -> None:
         """It may change again."""
@@ -271,10 +276,17 @@ class FakeSession:
         """Run one."""
         return await self.tools.call(name, arguments)
 
+    def state_of(self, name: str, server: str | None = None) -> ToolState:
+        """None keeps anything."""
+        return ToolState.STATELESS
+
+    def recall(self, execution: ToolExecution) -> None:
+        """None gives a reward."""
+
+    async def replay(self, executions: Sequence[ToolExecution]) -> int | None:
+        """Nothing is to be made again."""
+        return None
+
     async def rewards(self) -> dict[str, dict[str, Any]]:
         """None gives one."""
         return {}
-
-    def state_of(self, name: str) -> ToolState:
-        """They keep nothing."""
-        return ToolState.STATELESS

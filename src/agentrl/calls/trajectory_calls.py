@@ -32,7 +32,7 @@ from agentrl.documents.model_call import (
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ToolState
 from agentrl.documents.task import Claim
-from agentrl.errors import ContextFullError, TrajectoryError
+from agentrl.errors import ContextFullError, ReplayError, TrajectoryError
 from agentrl.inference.engine import Engine, FinishReason, Generation, Progress
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoredCall
@@ -66,6 +66,14 @@ class Writes(Protocol):
         """Wait until every queued call is stored. Raises the error of a write."""
 
 
+class Steps(Protocol):
+    """The environment of a trajectory: ``EnvironmentSession``."""
+
+    async def replay(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> int | None:
+        """Give stored messages to it again; return the index of the first that is answered otherwise."""
+        ...
+
+
 _LARGEST_EVENT = 2**20
 """Bytes of what ``Rollout.once`` keeps: more does not belong into the document of a model call."""
 
@@ -93,6 +101,7 @@ class TrajectoryCalls:
         journal: Journal,
         images: Images,
         hold: Hold,
+        environment: Steps | None = None,
     ) -> None:
         """``writer`` stores model calls; ``journal`` has those of earlier owners; ``images`` the messages'.
 
@@ -120,6 +129,9 @@ class TrajectoryCalls:
         self._engine = engine
         self._params = params
         self._writer = writer
+        self._environment = environment
+        self._lost: ReplayError | None = None
+        self._rebuilding = asyncio.Lock()
         self._turn = asyncio.Lock()
 
     @property
@@ -163,6 +175,7 @@ class TrajectoryCalls:
         ``seed`` names the call among those of its role. ``progress`` receives the tokens while they are
         generated. Concurrent calls of one trajectory are made one after the other.
         """
+        self._require_state()
         if self.journal and (stored := await self.journal.call(role, prompt)) is not None:
             # Do not wait between look-up and ``add``: calls come back in the order of their indexes.
             generation = stored_generation(stored)
@@ -239,9 +252,11 @@ class TrajectoryCalls:
                 if not found.finished:
                     found = replace(found, result=_INTERRUPTED, error=True)
                     turn.change()
+                tools.recall(found)
                 turn.executions.append(found)
                 return found
         begun: ToolExecution | None = None
+        await self.rebuild(tools)
         if turn is not None and tools.state_of(call.name) is ToolState.OUTSIDE:
             begun = ToolExecution(
                 name=call.name, arguments=storable_arguments(call.arguments), result="", error=False,
@@ -257,6 +272,38 @@ class TrajectoryCalls:
                 turn.executions.remove(begun)
             self._note(turn, execution)
         return execution
+
+    async def rebuild(self, tools: Tools) -> None:
+        """Make the state of tools and environment again, before the first call that needs it.
+
+        Raises ReplayError if a call ends otherwise than it did: then whatever the agent does raises it.
+        """
+        async with self._rebuilding:
+            self._require_state()
+            while self.journal.done:
+                stored = self.journal.done.pop(0)
+                if isinstance(stored, ToolExecution):
+                    differs = await tools.replay([stored]) is not None
+                else:
+                    differs = await self._step_differs(stored)
+                if differs:
+                    what = stored.name if isinstance(stored, ToolExecution) else "the environment"
+                    self._lost = ReplayError(
+                        f"{what} answered a repeated call otherwise: its state is not what it was",
+                        hint="declare its state: docs/durable.md",
+                    )
+                    self._require_state()
+
+    async def _step_differs(self, step: Event) -> bool:
+        environment = self._environment
+        assert environment is not None  # the journal has steps of the task's environment alone
+        stored = [(step.arguments, step.result)]
+        return await self.hold(lambda: environment.replay(stored)) is not None
+
+    def _require_state(self) -> None:
+        """Raise the error of ``rebuild`` again: an agent may have taken it for a tool's."""
+        if self._lost is not None:
+            raise self._lost
 
     def _note(self, turn: Turn, execution: ToolExecution) -> None:
         turn.executions.append(execution)
@@ -309,6 +356,7 @@ class TrajectoryCalls:
 
     async def close_all(self) -> None:
         """Close every call, in the order in which they were made."""
+        self._require_state()
         for turn in list(self._open):
             await self.close(turn)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import string
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,14 +33,10 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus, ToolState
 from agentrl.errors import ToolServerError, TrajectoryError
 from agentrl.inference.engine import Generation
-from agentrl.tools.tool import Schema, ToolResult, schema_name
+from agentrl.tools.tool import Schema, ToolResult, schema_name, stored_text
 
 if TYPE_CHECKING:
     from agentrl.store.model_calls import Images
-
-
-_NOT_SHOWN = re.compile(r"(\[image, [^\]\n]{1,200}); not shown\]")
-"""The description of an image that the model sees behind the text."""
 
 
 # Compare by identity: two calls compared field by field would compare all their ids.
@@ -87,6 +82,8 @@ class Turn:
     fixed: FixedModelCall | None = None
     changed_at: datetime = field(default_factory=now)
     """When it was made, or its last tool ended."""
+    stored: DispatchedSamplingTask | None = None
+    """Its document, if it is a call of an earlier owner."""
     journal: list[ToolExecution] = field(default_factory=list)
     """Runs of its tools under earlier owners that nobody has asked for again."""
     changes: int = 0
@@ -176,12 +173,13 @@ class Turn:
 
         Prompts grow, and the routing of a long answer has megabytes. Its ids stay: the next prompt has them.
         """
+        self.stored = None
         self.prompt = Prompt(ids=[], context_ids=[], messages=(), new_messages=())
         self.generation = replace(self.generation, routing=b"", sampling_mask=b"", logprobs=())
 
     def resume(self, stored: DispatchedSamplingTask) -> None:
         """Go on with a call of an earlier owner, whose document has what came after it."""
-        self.attempt = stored.attempt
+        self.stored = stored
         self.journal = list(stored.tool_executions)
         self.problem = stored.error
         self.events = list(stored.events)
@@ -207,6 +205,13 @@ class Turn:
 
     def document(self) -> DispatchedSamplingTask:
         """Return the document of this call."""
+        if self.stored is not None:
+            # Change what came after it alone: its ids and what made them are an earlier owner's.
+            return replace(
+                self.stored, status=self.status, tool_executions=(*self.executions, *self.journal),
+                events=tuple(self.events), snapshot=self.snapshot, error=self.problem,
+                tool_seconds=self.tool_seconds, created_at=self.changed_at, revision=self.revision + 1,
+            )  # fmt: skip
         generation, prompt = self.generation, self.prompt
         return DispatchedSamplingTask(
             id=self.id,
@@ -221,7 +226,7 @@ class Turn:
             status=self.status,
             messages=stored_messages(prompt.new_messages, self.read),
             response=storable_message(self.response),
-            tool_executions=(*self.executions, *self.journal),
+            tool_executions=tuple(self.executions),
             events=tuple(self.events),
             snapshot=self.snapshot,
             revision=self.revision + 1 if self.written is not None else 0,
@@ -342,12 +347,20 @@ class Tools(Protocol):
         """Run one tool."""
         ...
 
-    async def rewards(self) -> dict[str, dict[str, Any]]:
-        """Return the rewards that tools give, by tool."""
+    def state_of(self, name: str, server: str | None = None) -> ToolState:
+        """Return what a tool keeps between its calls; ``server`` is the one that a stored call names."""
         ...
 
-    def state_of(self, name: str) -> ToolState:
-        """Return what a tool keeps between its calls."""
+    def recall(self, execution: ToolExecution) -> None:
+        """Count the reward of a stored call that is not made again."""
+        ...
+
+    async def replay(self, executions: Sequence[ToolExecution]) -> int | None:
+        """Make stored calls of tools with state again; return the index of the first that ends otherwise."""
+        ...
+
+    async def rewards(self) -> dict[str, dict[str, Any]]:
+        """Return the rewards that tools give, by tool; those for a state need its calls ``replay``ed."""
         ...
 
 
@@ -407,11 +420,10 @@ async def execute(
         shown = () if images is None else result.images
         if shown and images is not None:
             await images.put(*shown)
-        text = _NOT_SHOWN.sub(r"\1]", result.text, count=len(shown)) if shown else result.text
         execution = ToolExecution(
             name=call.name,
             arguments=storable_arguments(call.arguments),
-            result=str(replace_surrogates(text)),
+            result=stored_text(result.text, len(shown)),
             error=result.error,
             seconds=result.seconds,
             server=result.server,

@@ -518,10 +518,11 @@ def storable_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a chat message with the arguments of tool calls as objects; inverse of ``storable_message``."""
-    return _with_arguments(message, _read_arguments)
+    return _with_arguments(message, read_arguments)
 
 
-def _read_arguments(given: Any) -> Any:
+def read_arguments(given: Any) -> Any:
+    """Return the arguments of a tool call as they were given; inverse of ``storable_arguments``."""
     try:
         return json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):

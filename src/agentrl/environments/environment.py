@@ -18,8 +18,9 @@ from agentrl.base.process_pool import run_in_process
 from agentrl.base.registry import Registry
 from agentrl.base.user_code import contain_call, describe, require_allowed, server_name
 from agentrl.config.sampling import ContainerConfig
-from agentrl.documents.document import is_score, replace_surrogates, sanitize_bson
+from agentrl.documents.document import is_score, plain, replace_surrogates, sanitize_bson
 from agentrl.documents.record import HarnessRun
+from agentrl.documents.status import ToolState
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import names_in_fields
 from agentrl.errors import (
@@ -32,7 +33,7 @@ from agentrl.errors import (
     TaskEnvironmentError,
 )
 from agentrl.scoring.scorers import Result, ScorerContext, ScoreResult, names_in_answer, scorer
-from agentrl.tools.python import PythonSession, Toolset
+from agentrl.tools.python import PythonSession, Toolset, declared_state
 from agentrl.tools.tool import (
     ENVIRONMENT,
     ROLES,
@@ -92,6 +93,12 @@ class Environment:
     """Fields of a task that ``tasks`` leaves out, such as ``system_prompt`` and ``max_turns``."""
     limit: ClassVar[int | None] = None
     """How many trajectories a sampler runs at a time; of those with the same ``meta.server`` if it is set."""
+    state: ClassVar[ToolState | str] = ToolState.REPLAY
+    """What an instance keeps, and so how a trajectory goes on in another process: with a new instance.
+
+    ``replay``: the same messages and tool calls give it the same state; their answers are compared.
+    ``stateless``: nothing that counts. ``snapshot``: files, which ``snapshot`` and ``restore`` keep.
+    ``outside``: effects that cannot be taken back. ``tool_state`` declares that of one tool."""
     scored_by_tests: ClassVar[bool] = False
     """Whether ``reward`` runs tests that nothing replaces: no score of an agent, no reward of its client."""
 
@@ -214,6 +221,11 @@ def _environment_class(given: Any) -> type[Environment]:
     if not inspect.isclass(given) or not issubclass(given, Environment):
         raise TypeError("it is not a class derived from agentrl.Environment")
     Toolset.of_methods(given, given.tools)  # raises TypeError for a method without type hints
+    if not isinstance(given.state, str) or given.state not in set(ToolState):
+        raise TypeError(
+            f"its class attribute 'state' is {describe(given.state)}: it declares how the state is restored"
+            f" ({', '.join(ToolState)}); name your own otherwise"
+        )
     return given
 
 
@@ -387,6 +399,15 @@ class EnvironmentSession:
             raise TaskEnvironmentError(f"environment {self.name} is not open")
         return self._instance
 
+    @property
+    def state(self) -> ToolState:
+        """Return what it keeps between messages."""
+        return ToolState(self._kind.state)
+
+    def state_of(self, tool: str) -> ToolState:
+        """Return what is declared of a method; else what the environment keeps."""
+        return declared_state(getattr(self._kind, tool, None)) or self.state
+
     async def open(self) -> None:
         """Make the instance and call ``setup``. Raises TaskEnvironmentError if one raises or is too slow."""
         self._instance = await self._method("__init__", self._kind, self._task)
@@ -429,6 +450,17 @@ class EnvironmentSession:
                 hint="return Observation(text, done)",
             )
         return Observation(replace_surrogates(observation.text), bool(observation.done), observation.role)
+
+    async def replay(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> int | None:
+        """Give stored messages to ``step`` again, in order; ``steps`` are (message, fields of the answer).
+
+        Return the index of the first whose answer is not the stored one; None if all are. Raises
+        TaskEnvironmentError, and OutageError: give one step at a time where outages are waited for.
+        """
+        for index, (text, stored) in enumerate(steps):
+            if plain(await self.step(text)) != stored:
+                return index
+        return None
 
     async def reward(self) -> float | dict[str, float] | None:
         """Return the reward of the state, or of each role; None without one. Raises TaskEnvironmentError."""

@@ -795,6 +795,7 @@ class Rollout(Role):
 
     async def collect_tool_rewards(self) -> None:
         """Set ``tool_rewards`` to the rewards that the tools give. Raises ToolServerError."""
+        await self._calls.rebuild(self._shared.tools)
         try:
             self.tool_rewards = await contain(
                 self._shared.tools.rewards, "the rewards of the tools", ToolServerError
@@ -826,6 +827,7 @@ class Rollout(Role):
             )
 
         async def step() -> Any:
+            await self._calls.rebuild(self._shared.tools)
             return plain(await self._calls.hold(lambda: session.step(turn.content)))
 
         observation = Observation(**await self._calls.event(STEP, step, turn.content, turn))

@@ -28,6 +28,7 @@ from agentrl.errors import (
     ConfigError,
     FailureError,
     LeaseLostError,
+    ReplayError,
     ScorerError,
     SessionLostError,
     StoreDeniedError,
@@ -121,6 +122,9 @@ class Worker:
                 await self._fail(claim, "timeout", f"the trajectory took longer than {limit:g} s")
             except FailureError as error:
                 span.fail(error.kind, str(error))
+                if isinstance(error, ReplayError):
+                    await self._begin_anew(claim, error)
+                    return False
                 is_lost = isinstance(error, SessionLostError)
                 # Blame a slot whose trajectories lose session after session: they may end the server.
                 is_to_blame = is_lost and self.outages.count_lost_session(claim.task.id, claim.traj_id)
@@ -215,6 +219,7 @@ class Worker:
             calls = TrajectoryCalls(
                 claim, self.agent, chat_format=self.chat_format, engine=engine, params=self.params,
                 seed=self.seed, writer=writer, journal=journal, images=self.store.images, hold=hold,
+                environment=environment,
             )  # fmt: skip
             yield Rollout(
                 claim, self.agent, calls=calls, tools=tools,
@@ -276,6 +281,14 @@ class Worker:
             extra={"record": claim.record_id, "why": failure_text(error)},
         )
         await self.store.attempts.release(claim)
+
+    async def _begin_anew(self, claim: Claim, error: ReplayError) -> None:
+        """Release the slot of a trajectory that cannot go on; this uses up no attempt."""
+        logger.warning(
+            "a trajectory begins anew: its tools are not as they were",
+            extra={"record": claim.record_id, "why": failure_text(error)},
+        )
+        await self.store.attempts.release(claim, restart=True)
 
     async def _fail(self, claim: Claim, kind: str, why: Exception | str) -> None:
         message = failure_text(why)

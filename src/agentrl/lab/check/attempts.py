@@ -6,6 +6,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, ClassVar
 
 from agentrl.documents.document import is_finite
@@ -49,9 +50,8 @@ CHECKED_FIELDS = {
     "score_details.turn_rewards": 1, "score_details.role_rewards": 1, "score_details.call_roles": 1,
     "turn_advantages": 1,
     "turns": 1, "tool_calls": 1, "context_resets": 1, "prompt_tokens": 1, "generated_tokens": 1,
-    "min_version": 1, "max_version": 1, "owner": 1, "fence": 1, "owners.attempt": 1, "owners.dropped": 1,
-    "traj": 1, "trained_count": 1, "last_trained_step": 1,
-    "scored_at": 1, "pruned_at": 1,
+    "min_version": 1, "max_version": 1, "owner": 1, "fence": 1, "owners": 1, "traj": 1, "trained_count": 1,
+    "last_trained_step": 1, "scored_at": 1, "pruned_at": 1,
 }  # fmt: skip
 """The fields of a Record that the rules need; texts are left out."""
 
@@ -64,9 +64,8 @@ _CALL_FIELDS = {
     "status": 1, "versions": 1, "prompt_tokens": 1,
     "generated_tokens": 1, "created_at": 1, "packed_in_gridfs": 1,
     "executions": {"$size": "$tool_executions"},
-    "attempts": {
-        "$setUnion": [["$attempt"], "$tool_executions.attempt", {"$ifNull": ["$events.attempt", []]}]
-    },
+    "attempt": 1,
+    "ran_by": {"$concatArrays": ["$tool_executions.attempt", {"$ifNull": ["$events.attempt", []]}]},
     **{name: {"$binarySize": f"${name}"} for name in _PACKED},
 }  # fmt: skip
 
@@ -129,7 +128,7 @@ def _of_slot(name: str, task: Json, slot: Json, records: Mapping[int, Json]) -> 
             yield CheckProblem(name, what, RecordStatus.RELEASED, status)
     living = number if slot["status"] in _LIVING else None
     for other, record in records.items():
-        yield from _owners(record, records)
+        yield from _dropped(record, records)
         if other != living and record["status"] not in DEAD:
             what = f"dead, since attempt {other} is not what its slot has begun"
             yield CheckProblem(f"Record {record['_id']}", what, " or ".join(sorted(DEAD)), record["status"])
@@ -150,21 +149,13 @@ def _running(slot: Json, record: Json) -> Iterator[CheckProblem]:
     yield from differing(name, [("the owner of its slot", slot.get("owner"), record.get("owner"))])
 
 
-def _owners(record: Json, records: Mapping[int, Json]) -> Iterator[CheckProblem]:
-    """Check who sampled a Record, in order; what a divergence dropped has no owners of its own."""
-    owners = record.get("owners")
-    if not owners:
-        return
-    name, attempts = f"Record {record['_id']}", [owner["attempt"] for owner in owners]
-    if attempts != sorted(set(attempts)) or attempts[0] < record["attempt"]:
-        what = f"owners with rising attempts, from {record['attempt']} on"
-        yield CheckProblem(name, what, sorted(set(attempts)), attempts)
-    yield from differing(name, [("fence of its last owner", attempts[-1], record.get("fence"))])
-    for owner in owners:
+def _dropped(record: Json, records: Mapping[int, Json]) -> Iterator[CheckProblem]:
+    """Check that what a divergence dropped is kept, as the Record of the attempt in which it was."""
+    for owner in record.get("owners") or ():
         if owner.get("dropped") and owner["attempt"] not in records.keys() - {record["attempt"]}:
             what = f"the Record of the {owner['dropped']} model calls that attempt {owner['attempt']} dropped"
             key = record_key(record["task"], record["traj_id"], owner["attempt"])
-            yield CheckProblem(name, what, key, "none")
+            yield CheckProblem(f"Record {record['_id']}", what, key, "none")
 
 
 def _ended(name: str, slot: Json, key: str, record: Json | None) -> Iterator[CheckProblem]:
@@ -221,15 +212,9 @@ def call_problems(record: Json, calls: Sequence[Json]) -> Iterator[CheckProblem]
         ],
     )
     yield from differing(name, _sums(record, calls))
-    owners = {owner["attempt"] for owner in record.get("owners") or ()}
     earlier: dict[str, Json] = {}
     for call in calls:
         yield from _call(call, earlier)
-        strangers = sorted(set(filter(None, call["attempts"])) - owners) if owners else []
-        if strangers:
-            what = "made by owners of its Record, with its tool calls and events"
-            document = f"DispatchedSamplingTask {call['_id']}"
-            yield CheckProblem(document, what, f"attempts of {sorted(owners)}", strangers)
         earlier[call["_id"]] = call
 
 
@@ -285,6 +270,51 @@ def _call(call: Json, earlier: dict[str, Json]) -> Iterator[CheckProblem]:
         yield CheckProblem(
             name, "policy versions that cover its tokens", f"[0, {generated // _BYTES})", spans
         )
+
+
+def owner_problems(record: Json, calls: Sequence[Json], clock_skew_seconds: float) -> Iterator[CheckProblem]:
+    """Yield contradictions between the owners of a Record, and what was written by none of them in its time.
+
+    Records and calls of older versions name none.
+    """
+    name, owners = f"Record {record['_id']}", record.get("owners") or ()
+    attempts = [owner["attempt"] for owner in owners]
+    if attempts != sorted(set(attempts)) or (attempts and attempts[0] < record["attempt"]):
+        yield CheckProblem(name, "owners in order", f"rising attempts from {record['attempt']} on", attempts)
+    if attempts:
+        yield from differing(name, [("the attempt of its last owner", attempts[-1], record.get("fence"))])
+    for owner in owners[:-1]:
+        if owner.get("ended") is None:
+            what = f"why attempt {owner['attempt']} ended, since another owner followed"
+            yield CheckProblem(name, what, "a reason", None)
+    yield from _writers(name, {owner["attempt"]: owner for owner in owners}, calls, clock_skew_seconds)
+    dropped = 0
+    for owner in reversed(owners):
+        dropped += owner.get("dropped", 0)
+        earlier = sum((call.get("attempt") or 0) < owner["attempt"] for call in calls)
+        if owner.get("replayed", 0) > earlier + dropped:
+            what = f"the turns that attempt {owner['attempt']} replayed"
+            yield CheckProblem(name, what, f"at most the {earlier + dropped} before it", owner["replayed"])
+
+
+def _writers(
+    name: str, owners: Mapping[int, Json], calls: Sequence[Json], clock_skew_seconds: float
+) -> Iterator[CheckProblem]:
+    """Check that owners wrote one after the other, and none after its end."""
+    writers = [call["attempt"] for call in calls if call.get("attempt") is not None]
+    if writers != sorted(writers):
+        yield CheckProblem(name, "model calls of one owner after the other", sorted(writers), writers)
+    for call in calls:
+        what, attempt = f"DispatchedSamplingTask {call['_id']}", call.get("attempt")
+        of_tools = [by for by in call.get("ran_by", ()) if by is not None]
+        if strangers := {attempt, *of_tools} - owners.keys() - {None}:
+            yield CheckProblem(what, "attempts of its Record's owners", sorted(owners), sorted(strangers))
+        elif attempt is not None:
+            if of_tools and min(of_tools) < attempt:
+                yield CheckProblem(what, "tool calls after it", f"from attempt {attempt} on", min(of_tools))
+            until, made = owners[attempt].get("until"), call["created_at"]
+            if until is not None and made > until + timedelta(seconds=clock_skew_seconds):
+                yield CheckProblem(what, "made while its owner had the Record", f"until {until}", made)
 
 
 class _Parents(CheckSection):
