@@ -7,7 +7,7 @@ lists tombstones first and deletes what they list, group by group: a killed call
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -29,7 +29,7 @@ from agentrl.documents.status import (
     VersionStatus,
     values,
 )
-from agentrl.documents.task import record_task, scorer_weights
+from agentrl.documents.task import record_key, record_task, scorer_weights
 from agentrl.errors import StoreError
 from agentrl.lab.regroup import (
     Blocker,
@@ -115,7 +115,8 @@ class Retention(Repository):
     ) -> Pruned:  # fmt: skip
         """Delete calls and data of finished trajectories, one transaction per batch.
 
-        A trajectory is finished if it is trained, stale, quarantined, failed, released or abandoned. Data
+        A trajectory is finished if it is trained, stale, quarantined, failed, abandoned, or released and no
+        slot goes on with it. Data
         that wait to be trained or are planned stay, and those of steps after ``last_step``, which a resume
         may train again. ``older_than_days`` keeps trajectories begun later, by the server's clock.
         ``before_step`` keeps what that step or a later one trained, and what was never trained and begun
@@ -145,9 +146,24 @@ class Retention(Repository):
         total = Pruned()
         for collection, query in ((DATA, used), (RECORD, dead)):
             async for page in self._pages(collection, query, _BATCH, {"_id": 1}):
-                batch = [document["_id"] for document in page]
+                found = {document["_id"] for document in page}
+                batch = sorted(found - await self._going_on(found))
                 total.add(await self._prune(batch, used, dead, dry_run))
         return total
+
+    async def _going_on(self, ids: Collection[str]) -> set[str]:
+        """Return the Records of the slots of ``ids`` with which an owner goes on, now or later."""
+        # Ask after the statuses were read: a released Record that no slot goes on with stays so for good.
+        tasks = {key.rsplit("/", 2)[0] for key in ids}
+        alive = [SlotStatus.OPEN.value, SlotStatus.RUNNING.value]
+        begun = await self._aggregate(
+            TASK,
+            {"$match": {"_id": {"$in": sorted(tasks)}, "slots.begun": {"$gt": 0}}},
+            {"$unwind": "$slots"},
+            {"$match": {"slots.status": {"$in": alive}, "slots.begun": {"$gt": 0}}},
+            {"$project": {"slot": "$slots.traj_id", "begun": "$slots.begun"}},
+        )
+        return {record_key(slot["_id"], slot["slot"], slot["begun"]) for slot in begun}
 
     async def _needed_by_children(self) -> list[str]:
         """Return the Tasks of the steps that living children train again; forget the other children."""
