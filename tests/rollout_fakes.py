@@ -287,6 +287,16 @@ class FakeSession:
         """Nothing is to be made again."""
         return None
 
+    keeps_files = False
+
+    async def snapshot(self) -> str | None:
+        """Nothing is kept."""
+        return None
+
+    async def restore(self, reference: str) -> bool:
+        """Nothing is kept."""
+        return False
+
     async def rewards(self) -> dict[str, dict[str, Any]]:
         """None gives one."""
         return {}

@@ -327,7 +327,9 @@ def _notes(record: Record, call: DispatchedSamplingTask) -> Iterator[str]:
         yield f"answered by {call.fixed.model}, not by the policy: never trained"
     elif (parameter := mask_reason(call)) is not None:
         yield f"cannot be trained: sampled with {parameter}"
-    if call.index in record.untrained_calls:
+    if call.index in record.dropped_calls:
+        yield "not trained: the program that went on with the trajectory did not ask for it again"
+    elif call.index in record.untrained_calls:
         yield f"not trained: the rule {record.train_rule} leaves it out"
     if call.error:
         yield call.error
@@ -336,13 +338,13 @@ def _notes(record: Record, call: DispatchedSamplingTask) -> Iterator[str]:
 def branch_views(record: Record, calls: Sequence[DispatchedSamplingTask]) -> list[BranchView]:
     """Return the conversations of a trajectory; the main one is named."""
     branches = branches_of(calls)
-    main = main_branch(branches)
+    main = main_branch([each for each in branches if each.indexes[-1] not in record.dropped_calls])
     left_out = record.untrained_calls
     untrained = {call.index for call in calls if why_untrained(call, record.train_rule, left_out)}
     return [
         BranchView(
             turns=[index + 1 for index in branch.indexes],
-            what=_what(branch, is_main=branch is main),
+            what=_what(record, branch, is_main=branch is main),
             trained=_trained(branch, untrained),
             request=next(filter(str.strip, map(_text, branch.calls[-1].messages)), ""),
         )
@@ -350,7 +352,9 @@ def branch_views(record: Record, calls: Sequence[DispatchedSamplingTask]) -> lis
     ]
 
 
-def _what(branch: Branch, *, is_main: bool) -> str:
+def _what(record: Record, branch: Branch, *, is_main: bool) -> str:
+    if branch.indexes[-1] in record.dropped_calls:
+        return "dropped"
     role = branch.calls[-1].role
     if role is not None:
         return f"role {role}"

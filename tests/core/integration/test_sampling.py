@@ -42,7 +42,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(housekeeping, "HOUSEKEEPING_SECONDS", 0.1)
     monkeypatch.setattr(pool_module, "FIRST_POLL_SECONDS", 0.05)
     monkeypatch.setattr(pool_module, "LONGEST_POLL_SECONDS", 0.05)
-    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.1)
 
 
 def task(name: str, *, split: str = "train", slots: int = 2, **fields: Any) -> Task:
@@ -78,7 +77,7 @@ class Setting:
         self.engine = ScriptedEngine(format_of(), *script)
         self.tools = tools or FakeTools()
         self.stop = asyncio.Event()
-        leases = ClaimConfig(**{"retry_backoff_seconds": 0.01, **(claims or {})})
+        leases = ClaimConfig(**{"retry_backoff_seconds": 0.01, "drain_seconds": 0.1, **(claims or {})})
         self.worker = Worker(
             store=store, router=router or self.engine, tools=self.tools, chat_format=self.engine.chat_format,
             params=params or SamplingParams(), seed=7, agent=AgentConfig(**flags),

@@ -51,7 +51,8 @@ CHECKED_FIELDS = {
     "turn_advantages": 1,
     "turns": 1, "tool_calls": 1, "context_resets": 1, "prompt_tokens": 1, "generated_tokens": 1,
     "min_version": 1, "max_version": 1, "owner": 1, "fence": 1, "owners": 1, "traj": 1, "trained_count": 1,
-    "last_trained_step": 1, "scored_at": 1, "pruned_at": 1, "train_rule": 1,
+    "last_trained_step": 1, "scored_at": 1, "pruned_at": 1, "untrained_calls": 1, "dropped_calls": 1,
+    "train_rule": 1,
 }  # fmt: skip
 """The fields of a Record that the rules need; texts are left out."""
 
@@ -205,12 +206,14 @@ def call_problems(record: Json, calls: Sequence[Json]) -> Iterator[CheckProblem]
     expected = list(record["traj"])
     keys = [call["_id"] for call in calls]
     name = f"Record {record['_id']}"
+    trained = {*(record.get("dropped_calls") or ())}.difference(record.get("untrained_calls") or ())
     yield from differing(
         name,
         [
             ("its model calls in the order of traj", expected, keys),
             ("gap-free indexes of its calls", list(range(len(calls))), [call["index"] for call in calls]),
             ("calls with its _id as prefix", [f"{record['_id']}/{call['index']}" for call in calls], keys),
+            ("dropped calls that may be trained", [], sorted(trained)),
         ],
     )
     yield from differing(name, _sums(record, calls))
@@ -354,7 +357,7 @@ class CallParentsCheck(_Parents):
 _TOLERANCE = 1e-9
 _DECIDING = (
     "_id", "task", "traj_id", "attempt", "split", "epoch", "score", "stop_reason", "turns", "min_version",
-    "max_version", "generated_tokens", "score_details",
+    "max_version", "generated_tokens", "score_details", "dropped_calls",
 )  # fmt: skip
 
 
