@@ -7,7 +7,7 @@ lists tombstones first and deletes what they list, group by group: a killed call
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -29,7 +29,7 @@ from agentrl.documents.status import (
     VersionStatus,
     values,
 )
-from agentrl.documents.task import record_key, record_task, scorer_weights
+from agentrl.documents.task import record_task, scorer_weights
 from agentrl.errors import StoreError
 from agentrl.lab.regroup import (
     Blocker,
@@ -43,6 +43,7 @@ from agentrl.lab.regroup import (
     retry_changed,
 )
 from agentrl.scoring.groups import FAILED, summarize
+from agentrl.store.epochs import Epochs
 from agentrl.store.groups import GroupOutcome
 from agentrl.store.mechanics import lease
 from agentrl.store.mechanics.blobs import PACKED, Blobs
@@ -72,6 +73,7 @@ from agentrl.store.mechanics.lease import literal
 from agentrl.store.policy_versions import fenced
 from agentrl.store.records import read_records
 from agentrl.store.settings import Ancestry, Withdrawals
+from agentrl.store.tasks import Tasks
 
 _BATCH = 100
 _DEAD = [RecordStatus.FAILED.value, RecordStatus.RELEASED.value, RecordStatus.ABANDONED.value]
@@ -143,27 +145,15 @@ class Retention(Repository):
         untrained = {"status": {"$in": _UNTRAINED}, "trained_count": 0, **_created(begun), **others}
         used: Json = {"$or": [untrained, trained]}
         dead: Json = {"status": {"$in": _DEAD}, "pruned_at": None, **_created(begun), **others}
+        going_on = Tasks(self._connection, Epochs(self._connection))
         total = Pruned()
         for collection, query in ((DATA, used), (RECORD, dead)):
             async for page in self._pages(collection, query, _BATCH, {"_id": 1}):
                 found = {document["_id"] for document in page}
-                batch = sorted(found - await self._going_on(found))
+                # Ask after the read: a released Record that no slot goes on with stays so for good.
+                batch = sorted(found - await going_on.unfinished_records(found))
                 total.add(await self._prune(batch, used, dead, dry_run))
         return total
-
-    async def _going_on(self, ids: Collection[str]) -> set[str]:
-        """Return the Records of the slots of ``ids`` with which an owner goes on, now or later."""
-        # Ask after the statuses were read: a released Record that no slot goes on with stays so for good.
-        tasks = {key.rsplit("/", 2)[0] for key in ids}
-        alive = [SlotStatus.OPEN.value, SlotStatus.RUNNING.value]
-        begun = await self._aggregate(
-            TASK,
-            {"$match": {"_id": {"$in": sorted(tasks)}, "slots.begun": {"$gt": 0}}},
-            {"$unwind": "$slots"},
-            {"$match": {"slots.status": {"$in": alive}, "slots.begun": {"$gt": 0}}},
-            {"$project": {"slot": "$slots.traj_id", "begun": "$slots.begun"}},
-        )
-        return {record_key(slot["_id"], slot["slot"], slot["begun"]) for slot in begun}
 
     async def _needed_by_children(self) -> list[str]:
         """Return the Tasks of the steps that living children train again; forget the other children."""
