@@ -141,12 +141,13 @@ def make_rollout(
     images: MemoryImages | None = None,
     manage_context: ContextManager | None = None,
     environment: EnvironmentSession | None = None,
+    journal: Journal | None = None,
 ) -> Rollout:
     """A trajectory whose finished model calls go to ``write``; by default without tools and images."""
     calls = TrajectoryCalls(
         claim, config, chat_format=chat_format, engine=engine, params=params or SamplingParams(), seed=seed,
-        writer=_Writes(write), journal=Journal((), nothing, nothing), hold=call_at_once,
-        images=images or MemoryImages(),  # type: ignore[arg-type]
+        writer=_Writes(write), journal=journal or Journal((), nothing, nothing), hold=call_at_once,
+        images=images or MemoryImages(), environment=environment,  # type: ignore[arg-type]
     )  # fmt: skip
     return Rollout(
         claim, config, calls=calls, tools=tools or FakeTools(), schemas=schemas,  # type: ignore[arg-type]
@@ -285,6 +286,16 @@ class FakeSession:
     async def replay(self, executions: Sequence[ToolExecution]) -> int | None:
         """Nothing is to be made again."""
         return None
+
+    keeps_files = False
+
+    async def snapshot(self) -> str | None:
+        """Nothing is kept."""
+        return None
+
+    async def restore(self, reference: str) -> bool:
+        """Nothing is kept."""
+        return False
 
     async def rewards(self) -> dict[str, dict[str, Any]]:
         """None gives one."""

@@ -17,6 +17,7 @@ from typing import Any
 from agentrl.calls.prompts import Prompt
 from agentrl.chat.chat_format import Message
 from agentrl.documents.model_call import (
+    STEP,
     DispatchedSamplingTask,
     Event,
     ToolExecution,
@@ -25,9 +26,6 @@ from agentrl.documents.model_call import (
 )
 
 logger = logging.getLogger(__name__)
-
-STEP = "step"
-"""The name of the events that are answers of an environment."""
 
 _STALLED_SECONDS = 2.0
 """Wait of a request for those that came before it: parallel roles may ask in another order."""
@@ -58,6 +56,9 @@ class Journal:
         """Seconds that the stored calls had taken: the trajectory's time goes on from there."""
         self.done: list[ToolExecution | Event] = []
         """The tool runs and the steps that came back, in order: what the state of its tools is made of."""
+        self.snapshot: str | None = None
+        """The files of tools as they were after the first ``in_snapshot`` of ``done``; None without any."""
+        self.in_snapshot = 0
         self.replayed = 0
         self.tokens = 0
         self.tool_seconds = 0.0
@@ -83,6 +84,8 @@ class Journal:
                 self._moved = asyncio.Event()
                 self.replayed += 1
                 self.tokens += found.generated_tokens
+                if found.snapshot is not None:
+                    self.snapshot, self.in_snapshot = found.snapshot, len(self.done)
                 return found
             try:
                 async with asyncio.timeout(_STALLED_SECONDS if self._has_parallel() else 0.0):

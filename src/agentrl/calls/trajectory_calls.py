@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
-
-import bson
 
 from agentrl.base.concurrency import end_tasks
 from agentrl.calls.journal import Journal
@@ -69,13 +68,18 @@ class Writes(Protocol):
 class Steps(Protocol):
     """The environment of a trajectory: ``EnvironmentSession``."""
 
+    @property
+    def state(self) -> ToolState:
+        """Return what it keeps between messages."""
+        ...
+
     async def replay(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> int | None:
         """Give stored messages to it again; return the index of the first that is answered otherwise."""
         ...
 
 
 _LARGEST_EVENT = 2**20
-"""Bytes of what ``Rollout.once`` keeps: more does not belong into the document of a model call."""
+"""Characters of what ``Rollout.once`` keeps: more does not belong into the document of a model call."""
 
 _INTERRUPTED = (
     "the call was interrupted after it had begun: it may have taken effect, and it is not made again"
@@ -101,6 +105,7 @@ class TrajectoryCalls:
         journal: Journal,
         images: Images,
         hold: Hold,
+        begin: Callable[[], None] = lambda: None,
         environment: Steps | None = None,
     ) -> None:
         """``writer`` stores model calls; ``journal`` has those of earlier owners; ``images`` the messages'.
@@ -108,7 +113,8 @@ class TrajectoryCalls:
         Every model call has its own sampling seed, derived from ``seed``, the task, the trajectory, the
         attempt that began it and the turn. With a batch-invariant engine the same run samples the same tokens
         again; a trajectory that begins anew is another sample. ``hold`` repeats a call while the engines or a
-        fixed model are down.
+        fixed model are down. ``begin`` is asked before a tool or an event that the journal does not have; it
+        raises if no call may begin.
         """
         self.chat_format = chat_format
         self.images = images
@@ -129,15 +135,20 @@ class TrajectoryCalls:
         self._engine = engine
         self._params = params
         self._writer = writer
+        self._begin = begin
         self._environment = environment
         self._lost: ReplayError | None = None
         self._rebuilding = asyncio.Lock()
+        self._is_rebuilt = False
+        self._files_of: Tools | None = None
+        """The tools, once they are used, if they keep files."""
+        self._keeping: asyncio.Task[str | None] | None = None
         self._turn = asyncio.Lock()
 
     @property
     def turns(self) -> int:
         """Return the number of model calls of all roles."""
-        return len(self._adopted) or len(self.made)
+        return sum(not call.dropped for call in self._adopted) if self._adopted else len(self.made)
 
     @property
     def scored_calls(self) -> list[ScoredCall]:
@@ -187,6 +198,7 @@ class TrajectoryCalls:
             params = self._params.replace(**changes).seeded(*self._seed, *(seed or (self.turns,)))
             params = self.budget.clamp(params, len(prompt.ids))
             images = await images_of(self.images, prompt.images)
+            self._keep_files()
             with model_call_span(self.record, params) as span:
                 generation = await self.hold(
                     lambda: self._engine.generate(
@@ -235,11 +247,9 @@ class TrajectoryCalls:
             turn.change()
         self._writer.offer(turn)
 
-    def adopt(self, calls: Sequence[DispatchedSamplingTask]) -> None:
-        """Take over the calls that a gateway made and stored."""
-        self._adopted = [
-            ScoredCall.of(call.response, call.tool_executions, call.status, call.role) for call in calls
-        ]
+    def adopt(self, calls: Sequence[DispatchedSamplingTask], dropped: Collection[int]) -> None:
+        """Take over the calls that a gateway made and stored; ``dropped`` ones are no turns."""
+        self._adopted = [ScoredCall.of_document(call, dropped) for call in calls]
 
     async def run_tool(self, turn: Turn | None, call: ToolCall, tools: Tools) -> ToolExecution:
         """Run a valid tool call of ``turn`` and record it there; or return its run in the journal.
@@ -255,6 +265,8 @@ class TrajectoryCalls:
                 tools.recall(found)
                 turn.executions.append(found)
                 return found
+        # Ask before the note of an outside tool: noted, it counts as one that may have taken effect.
+        self._begin()
         begun: ToolExecution | None = None
         await self.rebuild(tools)
         if turn is not None and tools.state_of(call.name) is ToolState.OUTSIDE:
@@ -280,6 +292,9 @@ class TrajectoryCalls:
         """
         async with self._rebuilding:
             self._require_state()
+            if not self._is_rebuilt:
+                await self._restore_files(tools)
+            await self._note_files()
             while self.journal.done:
                 stored = self.journal.done.pop(0)
                 if isinstance(stored, ToolExecution):
@@ -293,6 +308,46 @@ class TrajectoryCalls:
                         hint="declare its state: docs/durable.md",
                     )
                     self._require_state()
+
+    async def _restore_files(self, tools: Tools) -> None:
+        """Give new sessions the files that are kept; the calls that had changed them are not made again."""
+        self._is_rebuilt = True
+        self._files_of = tools if tools.keeps_files else None
+        journal = self.journal
+        if journal.snapshot is None or not await tools.restore(journal.snapshot):
+            return
+
+        def is_kept(stored: ToolExecution | Event) -> bool:
+            if isinstance(stored, ToolExecution):
+                return tools.state_of(stored.name, stored.server) is ToolState.SNAPSHOT
+            return self._environment is not None and self._environment.state is ToolState.SNAPSHOT
+
+        before, after = journal.done[: journal.in_snapshot], journal.done[journal.in_snapshot :]
+        journal.done = [stored for stored in before if not is_kept(stored)] + after
+
+    def _keep_files(self) -> None:
+        """Begin to keep the files of tools while a model call is made."""
+        if self._files_of is None or self._keeping is not None:
+            return
+        # Leave parallel roles out: the tools of another one may run meanwhile.
+        if all(turn.role == self.made[0].role for turn in self.made):
+            self._keeping = asyncio.create_task(self._files_of.snapshot(), name=f"files of {self.record}")
+
+    async def _note_files(self) -> None:
+        """Note where the files are kept with the call whose tools begin now."""
+        if self._keeping is None or not self.made:
+            return
+        reference = await asyncio.shield(self._keeping)
+        self._keeping, taker = None, self.made[-1]
+        if reference is not None and not taker.closed:
+            taker.snapshot = reference
+            taker.change()
+            self._writer.offer(taker)
+
+    async def stop_keeping(self) -> None:
+        """End what is being kept: the trajectory is over."""
+        if self._keeping is not None:
+            await end_tasks(self._keeping)
 
     async def _step_differs(self, step: Event) -> bool:
         environment = self._environment
@@ -321,12 +376,13 @@ class TrajectoryCalls:
         found = self.journal.event(name, arguments)
         if found is not None:
             return found.result
+        self._begin()
         started_at, started = now(), time.monotonic()
         result = sanitize_bson(await call())
-        size = len(bson.encode({"": result}))
+        size = len(json.dumps(result, default=str))
         if size > _LARGEST_EVENT:
             raise TrajectoryError(
-                f"what {name!r} returned has {size:,} bytes, more than {_LARGEST_EVENT:,}",
+                f"what {name!r} returned has {size:,} characters as JSON, more than {_LARGEST_EVENT:,}",
                 hint="return what the trajectory needs of it",
             )
         event = Event(
@@ -476,6 +532,7 @@ class Histories:
         execution = await self._calls.run_tool(turn, call, tools)
         if turn is not None and len(turn.journal) == before:
             turn.tool_seconds += execution.seconds
+            turn.change()
         return execution.text, execution.error
 
 
@@ -526,12 +583,12 @@ class CallWriter:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if not self._queue:
-            return
-        self._must_flush = True
-        writer = self._start()
-        await asyncio.wait([writer], timeout=_LAST_SECONDS)
-        await end_tasks(writer)
+        if self._queue:
+            self._must_flush = True
+            writer = self._start()
+            await asyncio.wait([writer], timeout=_LAST_SECONDS)
+            self._queue.clear()  # what the database did not take in time, the next owner makes again
+            await end_tasks(writer)
 
     def offer(self, call: Turn) -> None:
         """Queue a model call that is new or has changed, and may change again.
@@ -619,7 +676,7 @@ class CallWriter:
                 for turn, call, seen in zip(turns, calls, changes, strict=True):
                     turn.wrote(call, seen)
                     if turn.is_written:
-                        del self._queue[turn]
+                        self._queue.pop(turn, None)
                 self._written.set()
         except Exception as error:  # noqa: BLE001  ``write`` and ``flush`` raise it
             self._error = error

@@ -82,6 +82,8 @@ class Turn:
     fixed: FixedModelCall | None = None
     changed_at: datetime = field(default_factory=now)
     """When it was made, or its last tool ended."""
+    stored: DispatchedSamplingTask | None = None
+    """Its document, if it is a call of an earlier owner."""
     journal: list[ToolExecution] = field(default_factory=list)
     """Runs of its tools under earlier owners that nobody has asked for again."""
     changes: int = 0
@@ -171,12 +173,13 @@ class Turn:
 
         Prompts grow, and the routing of a long answer has megabytes. Its ids stay: the next prompt has them.
         """
+        self.stored = None
         self.prompt = Prompt(ids=[], context_ids=[], messages=(), new_messages=())
         self.generation = replace(self.generation, routing=b"", sampling_mask=b"", logprobs=())
 
     def resume(self, stored: DispatchedSamplingTask) -> None:
         """Go on with a call of an earlier owner, whose document has what came after it."""
-        self.attempt = stored.attempt
+        self.stored = stored
         self.journal = list(stored.tool_executions)
         self.problem = stored.error
         self.events = list(stored.events)
@@ -202,6 +205,13 @@ class Turn:
 
     def document(self) -> DispatchedSamplingTask:
         """Return the document of this call."""
+        if self.stored is not None:
+            # Change what came after it alone: its ids and what made them are an earlier owner's.
+            return replace(
+                self.stored, status=self.status, tool_executions=(*self.executions, *self.journal),
+                events=tuple(self.events), snapshot=self.snapshot, error=self.problem,
+                tool_seconds=self.tool_seconds, created_at=self.changed_at, revision=self.revision + 1,
+            )  # fmt: skip
         generation, prompt = self.generation, self.prompt
         return DispatchedSamplingTask(
             id=self.id,
@@ -216,7 +226,7 @@ class Turn:
             status=self.status,
             messages=stored_messages(prompt.new_messages, self.read),
             response=storable_message(self.response),
-            tool_executions=(*self.executions, *self.journal),
+            tool_executions=tuple(self.executions),
             events=tuple(self.events),
             snapshot=self.snapshot,
             revision=self.revision + 1 if self.written is not None else 0,
@@ -347,6 +357,19 @@ class Tools(Protocol):
 
     async def replay(self, executions: Sequence[ToolExecution]) -> int | None:
         """Make stored calls of tools with state again; return the index of the first that ends otherwise."""
+        ...
+
+    @property
+    def keeps_files(self) -> bool:
+        """Return whether ``snapshot`` may keep something."""
+        ...
+
+    async def snapshot(self) -> str | None:
+        """Keep the files of tools as they are now; return the reference to them, None if none are kept."""
+        ...
+
+    async def restore(self, reference: str) -> bool:
+        """Restore the files of a snapshot in new sessions; return False if it is not there."""
         ...
 
     async def rewards(self) -> dict[str, dict[str, Any]]:

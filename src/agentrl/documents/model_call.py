@@ -377,6 +377,10 @@ class ToolExecution(Document):
         return [*text, *(image.part() for image in self.images)]
 
 
+STEP: Final = "step"
+"""The name of the events that are answers of an environment."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event(Document):
     """What a trajectory learned other than by a model or a tool: an environment's answer, or an agent's own.
@@ -444,7 +448,7 @@ class DispatchedSamplingTask(Root):
     events: tuple[Event, ...] = ()
     """What happened after it, until the next model call; of the first call also what happened before it."""
     snapshot: str | None = None
-    """Where the files of its tools are kept as they were after it; None: they are not."""
+    """Where the files of tools are kept as they were when its own tools began; None: they are not."""
     revision: int = 0
     """How often it was written again, because its tools had ended or something had happened."""
     tools: tuple[dict[str, Any], ...] | None = None

@@ -249,6 +249,8 @@ class GatewaySession(Root):
     models: tuple[str, ...]
     """The names, and patterns such as ``claude-*``, by which a request may name the policy."""
     max_calls: int
+    volatile: tuple[str, ...] = ()
+    """Regular expressions of text that may differ when a later owner's program sends the same request."""
     created_at: datetime = field(default_factory=now)
     closed_at: datetime | None = None
     stopped_by: str | None = None
@@ -263,11 +265,14 @@ class GatewaySession(Root):
 class GatewayCall(Root):
     """One request and its model call. ``id`` is ``record:digest:number``.
 
-    ``digest`` identifies retries: of the idempotency key if there is one, else of the body.
+    ``digest`` identifies retries: of the idempotency key if there is one, else of the body. That of a later
+    owner's request ends in ``.`` and its attempt.
     """
 
     id: str
     record: str
+    attempt: int
+    """The claim under which it came: one of ``Record.owners``."""
     digest: str
     number: int
     answer_id: str
@@ -281,8 +286,21 @@ class GatewayCall(Root):
     """``_id`` of the model call."""
     after: str | None = None
     """Digest of the conversation with the answer; a request that continues it has the same prefix."""
+    key: str | None = None
+    """Digest of what the answered request asked for, without volatile text; the same key, the same answer."""
+    replays: str | None = None
+    """The earlier owner's request whose answer it got; None: its own was sampled."""
+    replayed_in: int | None = None
+    """The latest attempt under which a request got its answer again."""
+    replayed_by: str | None = None
+    """That request."""
     created_at: datetime = field(default_factory=now)
     finished_at: datetime | None = None
+
+    @property
+    def place(self) -> str:
+        """Return its place among the trajectory's requests, the same for every owner: seeds depend on it."""
+        return f"{self.record}:{self.digest.partition('.')[0]}:{self.number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -443,7 +461,12 @@ class Record(Root):
     train_rule: str | None = None
     """Which branches of a gateway's trajectory are trained: main, agent, all, or module:function."""
     untrained_calls: tuple[int, ...] = ()
-    """Indexes of the model calls that ``train_rule`` leaves out."""
+    """Indexes of the model calls that ``train_rule`` leaves out, and of the dropped ones."""
+    dropped_calls: tuple[int, ...] = ()
+    """Indexes of a gateway's model calls for which the program of its last owner did not ask again.
+
+    Their branch is neither scored nor trained; ``traj`` and the counts above have them.
+    """
     reported_reward: ReportedReward | None = None
     """The reward that the agent reported through its gateway; at the end it becomes ``agent_score``."""
     harness: HarnessRun | None = None
@@ -470,6 +493,11 @@ class Record(Root):
     def shown_status(self) -> str:
         """The status that people read: ``trained`` in place of ``ready`` once a step trained it."""
         return shown_status(self.status, self.trained_count)
+
+    @property
+    def kept_turns(self) -> int:
+        """``turns`` without the dropped model calls."""
+        return self.turns - len(self.dropped_calls)
 
     @property
     def first_scored_at(self) -> datetime | None:

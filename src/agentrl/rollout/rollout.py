@@ -19,7 +19,6 @@ from urllib.parse import urlsplit, urlunsplit
 from agentrl.base.concurrency import Deadline
 from agentrl.base.user_code import contain, describe
 from agentrl.base.validation import Positive, PositiveWhole, SettingsModel, Text, read_config
-from agentrl.calls.journal import STEP
 from agentrl.calls.prompts import Conversation, Prompt
 from agentrl.calls.trajectory_calls import Histories, MakeProgress, TrajectoryCalls, stored_generation
 from agentrl.calls.turns import (
@@ -38,6 +37,7 @@ from agentrl.config.schema import AgentConfig
 from agentrl.documents.document import plain, sanitize_bson
 from agentrl.documents.images import content_with, text_of
 from agentrl.documents.model_call import (
+    STEP,
     DispatchedSamplingTask,
     FixedModelCall,
     ToolExecution,
@@ -225,6 +225,7 @@ class Role:
             self._shared.tool_calls += len(turn.executions) - before
             if turn.changes > changes:
                 turn.tool_seconds += time.monotonic() - started
+                turn.change()
             turn.settled = True
         self.append_messages(messages)
         return list(turn.executions)
@@ -759,13 +760,16 @@ class Rollout(Role):
         await self._calls.journal.end()
 
     @asynccontextmanager
-    async def gateway(self, train: str = "main") -> AsyncIterator[Endpoint]:
+    async def gateway(self, train: str = "main", volatile: Sequence[str] = ()) -> AsyncIterator[Endpoint]:
         """Open a base URL at which any client of a model API continues this trajectory.
 
         Every request there is a model call of the trajectory. ``train`` chooses the branches that are
         trained: ``main``, ``agent``, ``all``, or ``module:function``. When the block ends, the URL is dead,
         and ``turns``, ``messages`` and ``scored_calls`` are those of the calls. An exception that leaves the
         block after a request was refused for a limit ends the trajectory at that limit.
+
+        If the trajectory had owners before, start the client from its beginning: requests that equal theirs
+        get the stored answers. Text that the regular expressions ``volatile`` match does not count there.
 
         Raises TrajectoryError without a gateway, and if the trajectory has made model calls already.
         """
@@ -778,8 +782,9 @@ class Rollout(Role):
         try:
             takes_reward = self.environment is None or not self.environment.scored_by_tests
             async with self._gateway.open(
-                self._claim, train=train, max_calls=self.max_turns, takes_reward=takes_reward
-            ) as endpoint:
+                self._claim, train=train, max_calls=self.max_turns, takes_reward=takes_reward,
+                volatile=volatile,
+            ) as endpoint:  # fmt: skip
                 result = endpoint.result
                 yield endpoint
         except Exception as error:
@@ -788,7 +793,7 @@ class Rollout(Role):
             raise
         finally:
             # Adopt the calls also after an error: the gateway has stored them, whatever became of the client.
-            self._calls.adopt(result.calls)
+            self._calls.adopt(result.calls, result.dropped)
             self.reported_reward = result.reward
             if result.messages:
                 self._conversation = self._new_conversation(result.messages)

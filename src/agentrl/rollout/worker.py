@@ -24,6 +24,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, Task
 from agentrl.environments.environment import EnvironmentSession, environment_names, names_of, open_environment
+from agentrl.environments.snapshots import Snapshots
 from agentrl.errors import (
     ConfigError,
     FailureError,
@@ -77,13 +78,17 @@ class Worker:
     sampling: SamplingConfig
     claims: ClaimConfig
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when this process must stop; failures of engines and tool servers then count as interruptions."""
+    """Set when this process must stop: calls that run may end, and no other begins.
+
+    Failures of engines and tool servers then count as interruptions."""
     environment_timeout: float = ToolConfig.tool_timeout_seconds
     """Bound of each call of an environment's method, in seconds."""
     outages: Outages = field(default_factory=Outages)
     """The circuit breakers of this process."""
     gateway: Gateway | None = None
     """Opens base URLs for agents that are clients of a model API."""
+    snapshots: Snapshots | None = None
+    """Keeps the files that trajectories change in their containers; None: none are kept."""
 
     @cached_property
     def scoring(self) -> Scoring:
@@ -96,10 +101,10 @@ class Worker:
         While an engine or a tool server is down, the trajectory waits. If it waits too long, its slot is
         released. A trajectory that gets no score waits for one, sampled, in the queue. Any other failure is
         stored in the Record, and any sampler retries it later. On cancellation the caller must
-        release the claim; a failure of an engine, a tool server or a scorer while this process stops counts
-        as cancellation. Raises StoreError if the database stays unavailable or refuses this user, and
-        ConfigError if this process cannot work on the task: the caller must release the claim then too. A
-        value that no document can hold fails this trajectory only.
+        release the claim. While this process stops, a trajectory cancels itself at its next call, and at a
+        failure of an engine, a tool server or a scorer. Raises StoreError if the database stays unavailable
+        or refuses this user, and ConfigError if this process cannot work on the task: the caller must release
+        the claim then too. A value that no document can hold fails this trajectory only.
         """
         with trajectory_span(claim, claim.task.agent_name or self.agent.agent_name) as span:
             if span.trace_id is not None:
@@ -150,7 +155,8 @@ class Worker:
         clock.spend(journal.seconds)
         name = claim.task.agent_name or self.agent.agent_name
         agent = await self._import(claim.task, name)
-        environment = open_environment(claim.task, call_timeout=self.environment_timeout)
+        files = None if self.snapshots is None else self.snapshots.of(claim.record_id, claim.attempt)
+        environment = open_environment(claim.task, call_timeout=self.environment_timeout, files=files)
         await self.store.records.advance(claim, RecordStatus.RUNNING)
         async with (
             CallWriter(self.store, claim) as writer,
@@ -168,6 +174,7 @@ class Worker:
             partial=None,
             **({} if rollout.train_rule is None else {"train_rule": rollout.train_rule}),
         )
+        await self._delete_files(claim)
         return rollout, outcome
 
     async def _journal(self, claim: Claim, record: Record) -> Journal:
@@ -179,8 +186,8 @@ class Worker:
             await self.store.model_calls.drop(claim, first)
 
         async def note(journal: Journal) -> None:
-            await self.store.records.note_replayed(
-                claim, turns=journal.replayed, tokens=journal.tokens, tool_seconds=journal.tool_seconds
+            await self.store.records.note(
+                claim, replayed=journal.replayed, tokens=journal.tokens, tool_seconds=journal.tool_seconds
             )
 
         return Journal(calls, drop, note)
@@ -200,9 +207,25 @@ class Worker:
         writer: CallWriter, clock: Clock,
     ) -> AsyncIterator[Rollout]:  # fmt: skip
         """Open the tools, the environment and the engine of a trajectory; yield the Rollout over them."""
+        trajectory = asyncio.current_task()
+        assert trajectory is not None
+
+        def begin() -> None:
+            """Let a call begin; while this process stops, cancel the trajectory instead.
+
+            Why not an error? An agent may catch it and return an answer; `contain` lets no agent suppress the
+            cancellation of its trajectory.
+            """
+            if self.stop.is_set():
+                trajectory.cancel()
+                raise asyncio.CancelledError("this process stops: no call begins")
 
         async def hold(call: Callable[[], Awaitable[T]]) -> T:
-            return await self.outages.hold(call, clock)
+            async def made() -> T:
+                begin()
+                return await call()
+
+            return await self.outages.hold(made, clock)
 
         async with AsyncExitStack() as stack:
             session = await hold(
@@ -219,8 +242,9 @@ class Worker:
             calls = TrajectoryCalls(
                 claim, self.agent, chat_format=self.chat_format, engine=engine, params=self.params,
                 seed=self.seed, writer=writer, journal=journal, images=self.store.images, hold=hold,
-                environment=environment,
+                begin=begin, environment=environment,
             )  # fmt: skip
+            stack.push_async_callback(calls.stop_keeping)
             yield Rollout(
                 claim, self.agent, calls=calls, tools=tools,
                 schemas=await contain(tools.list, "tools", ToolServerError),
@@ -289,6 +313,12 @@ class Worker:
             extra={"record": claim.record_id, "why": failure_text(error)},
         )
         await self.store.attempts.release(claim, restart=True)
+        await self._delete_files(claim)
+
+    async def _delete_files(self, claim: Claim) -> None:
+        """Delete the snapshots of a trajectory that nobody goes on with."""
+        if self.snapshots is not None and claim.task.environment is not None:
+            await self.snapshots.delete(claim.record_id)
 
     async def _fail(self, claim: Claim, kind: str, why: Exception | str) -> None:
         message = failure_text(why)
@@ -307,6 +337,7 @@ class Worker:
                 max_attempts=self.claims.max_attempts,
                 backoff_seconds=self.claims.retry_backoff_seconds,
             )
+            await self._delete_files(claim)
         except (LeaseLostError, StoreUnavailableError, StoreDeniedError):
             raise
         except StoreError as error:

@@ -576,7 +576,9 @@ class ExpiredLeases(Repository):
             previous = document["last_claim"][0]["previous_owner"]
             lost = replace(claim, attempt=claim.attempt - 1, owner=previous)
             if await queue_sampled(self._connection, [lost]):
-                queued = {**QUEUED, "attempt": lost.attempt}
+                # Count nothing: the attempt that sampled it waits for its score, as if nobody had claimed.
+                uncounted = {"$subtract": ["$$slot.released", 1]}
+                queued = {**QUEUED, "attempt": lost.attempt, "released": uncounted}
                 await tasks.update_one(lease.held(claim), lease.change_slot(claim, queued))
                 return []
             slot = next(slot for slot in claim.task.slots if slot.traj_id == claim.traj_id)

@@ -152,6 +152,7 @@ class _Answer:
     call: DispatchedSamplingTask
     request: GatewayCall
     after: str
+    key: str
 
     def numbered(self, index: int) -> DispatchedSamplingTask:
         """Return the model call with its index."""
@@ -159,7 +160,9 @@ class _Answer:
 
     def end(self, call: DispatchedSamplingTask) -> Json:
         """Return the update that ends the request."""
-        fields: Json = {"status": GatewayCallStatus.DONE.value, "call": call.id, "after": self.after}
+        fields: Json = {
+            "status": GatewayCallStatus.DONE.value, "call": call.id, "after": self.after, "key": self.key,
+        }  # fmt: skip
         return {"$set": fields, "$currentDate": {"finished_at": True}}
 
 
@@ -312,7 +315,7 @@ class ModelCalls(Repository):
 
     @database_call
     async def answer(
-        self, claim: Claim, call: DispatchedSamplingTask, request: GatewayCall, after: str
+        self, claim: Claim, call: DispatchedSamplingTask, request: GatewayCall, *, after: str, key: str
     ) -> DispatchedSamplingTask:
         """Store the model call of a gateway's request under the next index, and end the request.
 
@@ -320,7 +323,7 @@ class ModelCalls(Repository):
         trajectories share one. Return the call with its index. Raises LeaseLostError if the claim is lost,
         the Record is not running, or another gateway has taken the request over.
         """
-        answer = _Answer(claim, call, request, after)
+        answer = _Answer(claim, call, request, after, key)
         packed = (call.context_ids, call.output_ids, call.sampling_mask, call.routing)
         is_large = sum(map(len, packed)) > LARGE
         return await (self._answer(answer) if is_large else self._answering.write(answer))

@@ -116,13 +116,11 @@ class Records(Repository):
             raise lease_lost(claim)
 
     @database_call
-    async def note_replayed(self, claim: Claim, *, turns: int, tokens: int, tool_seconds: float) -> None:
-        """Note what the claim's owner took over from those before. Raises LeaseLostError."""
-        saved = {"replayed": turns, "tokens": tokens, "tool_seconds": tool_seconds}
+    async def note(self, claim: Claim, /, **fields: Any) -> None:
+        """Set ``fields`` of the claim's Ownership. Raises LeaseLostError if the claim is lost."""
+        noted = {f"owners.$[own].{name}": value for name, value in plain(fields).items()}
         result = await self._collection(RECORD).update_one(
-            running_record(claim),
-            {"$set": {f"owners.$[own].{name}": value for name, value in saved.items()}},
-            array_filters=[{"own.attempt": claim.attempt}],
+            running_record(claim), {"$set": noted}, array_filters=[{"own.attempt": claim.attempt}]
         )
         if result.matched_count == 0:
             raise lease_lost(claim)

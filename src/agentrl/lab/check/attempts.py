@@ -1,4 +1,4 @@
-"""Invariants 1, 3, 4 and 10: slots, Records, owners and calls; groups, evaluations and columns agree."""
+"""Invariants 1, 3 and 4: slots, Records and model calls agree, and so do groups, evaluations and columns."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ ENDED = frozenset(RecordStatus) - {
 }  # fmt: skip
 """A Record that no sampler writes any more."""
 DEAD = ENDED - SETTLED
-"""A Record of an attempt that ended without a score."""
+"""A Record that no sampler writes, and that has no score."""
 TERMINAL = frozenset({SlotStatus.SCORED, SlotStatus.FAILED})
 _LIVING = frozenset({SlotStatus.RUNNING, SlotStatus.SAMPLED, SlotStatus.SCORED})
-"""A slot whose last attempt is alive."""
+"""A slot whose Record is alive."""
+_GOES_ON = (RecordStatus.CREATED, RecordStatus.RUNNING, RecordStatus.RELEASED)
+"""A Record that a claim has not adopted yet."""
 
 CHECKED_FIELDS = {
     "task": 1, "traj_id": 1, "attempt": 1, "split": 1, "epoch": 1, "status": 1, "score": 1,
@@ -49,7 +51,7 @@ CHECKED_FIELDS = {
     "turn_advantages": 1,
     "turns": 1, "tool_calls": 1, "context_resets": 1, "prompt_tokens": 1, "generated_tokens": 1,
     "min_version": 1, "max_version": 1, "owner": 1, "fence": 1, "owners": 1, "traj": 1, "trained_count": 1,
-    "last_trained_step": 1, "scored_at": 1, "pruned_at": 1,
+    "last_trained_step": 1, "scored_at": 1, "pruned_at": 1, "untrained_calls": 1, "dropped_calls": 1,
 }  # fmt: skip
 """The fields of a Record that the rules need; texts are left out."""
 
@@ -60,20 +62,21 @@ _PACKED = ("context_ids", "output_ids", "logprobs")
 _CALL_FIELDS = {
     "record": 1, "index": 1, "parent": 1, "drops_thoughts": 1, "opens_branch": 1, "fixed.model": 1,
     "status": 1, "versions": 1, "prompt_tokens": 1,
-    "generated_tokens": 1, "created_at": 1, "packed_in_gridfs": 1, "attempt": 1, "revision": 1,
-    "ran_by": "$tool_executions.attempt",
+    "generated_tokens": 1, "created_at": 1, "packed_in_gridfs": 1, "revision": 1,
     "executions": {"$size": "$tool_executions"},
+    "attempt": 1,
+    "ran_by": {"$concatArrays": ["$tool_executions.attempt", {"$ifNull": ["$events.attempt", []]}]},
     **{name: {"$binarySize": f"${name}"} for name in _PACKED},
 }  # fmt: skip
 
 
 def slot_problems(task: Json, records: Sequence[Json], is_final: bool) -> Iterator[CheckProblem]:
-    """Yield contradictions between the slots of a Task and its Records of every attempt."""
+    """Yield contradictions between the slots of a Task and all their Records."""
     slots = {slot["traj_id"]: slot for slot in task["slots"]}
     if len(slots) != len(task["slots"]):
         numbers = [slot["traj_id"] for slot in task["slots"]]
         yield CheckProblem(f"Task {task['_id']}", "slots with unique numbers", sorted(slots), numbers)
-    attempts: dict[int, dict[int, Json]] = {number: {} for number in slots}
+    of_slot: dict[int, dict[int, Json]] = {number: {} for number in slots}
     for record in records:
         slot = slots.get(record["traj_id"])
         if slot is None:
@@ -81,13 +84,13 @@ def slot_problems(task: Json, records: Sequence[Json], is_final: bool) -> Iterat
                 f"Record {record['_id']}", "its slot", f"one of {sorted(slots)}", record["traj_id"]
             )
             continue
-        attempts[record["traj_id"]][record["attempt"]] = record
+        of_slot[record["traj_id"]][record["attempt"]] = record
         yield from _belonging(task, slot, record)
     for number, slot in slots.items():
         name = f"Task {task['_id']} slot {number}"
         if is_final and slot["status"] not in TERMINAL:
             yield CheckProblem(name, "terminal at the end of the run", "scored or failed", slot["status"])
-        yield from _attempts(name, task, slot, attempts[number])
+        yield from _of_slot(name, task, slot, of_slot[number])
 
 
 def _belonging(task: Json, slot: Json, record: Json) -> Iterator[CheckProblem]:
@@ -101,44 +104,62 @@ def _belonging(task: Json, slot: Json, record: Json) -> Iterator[CheckProblem]:
             ("the epoch of its Task", task["epoch"], record["epoch"]),
         ],
     )
-    if (latest := max(record["attempt"], record.get("fence") or 0)) > slot["attempt"]:
-        yield CheckProblem(name, "no attempt beyond its slot's", f"at most {slot['attempt']}", latest)
+    for what, attempt in (("attempt", record["attempt"]), ("fence", record.get("fence") or 0)):
+        if attempt > slot["attempt"]:
+            yield CheckProblem(name, f"no {what} beyond its slot's", f"at most {slot['attempt']}", attempt)
 
 
-def _attempts(name: str, task: Json, slot: Json, attempts: Mapping[int, Json]) -> Iterator[CheckProblem]:
-    current = attempts.get(_begun(slot))
+def _of_slot(name: str, task: Json, slot: Json, records: Mapping[int, Json]) -> Iterator[CheckProblem]:
+    """Check the Records of a slot; ``records`` has them by the attempt that began them."""
+    begun = slot.get("begun")
+    number = slot["attempt"] if begun is None else begun
+    key = record_key(task["_id"], slot["traj_id"], number)
+    current = records.get(number)
+    if slot["status"] in _LIVING:
+        yield from differing(name, [("record_id of what it has begun", key, slot.get("record_id"))])
     if slot["status"] in (SlotStatus.SAMPLED, SlotStatus.SCORED):
-        yield from _ended(name, task, slot, current)
+        yield from _ended(name, slot, key, current)
     elif slot["status"] == SlotStatus.RUNNING and current is not None:
         yield from _running(slot, current)
-    living = _begun(slot) if slot["status"] in _LIVING else None
-    for number, record in attempts.items():
-        if number != living and record["status"] not in DEAD:
-            what = f"dead, since attempt {number} is not the live one of its slot"
+    elif slot["status"] == SlotStatus.OPEN and begun is not None:
+        status = "none" if current is None else current["status"]
+        if status != RecordStatus.RELEASED:
+            what = f"a released Record {key}, which the next attempt goes on with"
+            yield CheckProblem(name, what, RecordStatus.RELEASED, status)
+    living = number if slot["status"] in _LIVING else None
+    for other, record in records.items():
+        yield from _dropped(record, records)
+        if other != living and record["status"] not in DEAD:
+            what = f"dead, since attempt {other} is not what its slot has begun"
             yield CheckProblem(f"Record {record['_id']}", what, " or ".join(sorted(DEAD)), record["status"])
 
 
-def _begun(slot: Json) -> int:
-    """Return the attempt that began the Record of a slot which is or was sampled."""
-    return int(slot.get("begun") or slot["attempt"])
-
-
 def _running(slot: Json, record: Json) -> Iterator[CheckProblem]:
-    """Check the Record of a slot that is being sampled."""
-    # A claim adopts the Record a moment after it got the slot; if its sampler dies in between, never.
-    if record["status"] == RecordStatus.RELEASED and (record.get("fence") or 0) < slot["attempt"]:
+    """Check the Record of a running slot."""
+    name, status = f"Record {record['_id']}", record["status"]
+    fence = record.get("fence")
+    if fence is not None and fence < slot["attempt"]:
+        if status not in _GOES_ON:
+            what = f"one to go on with, since attempt {slot['attempt']} has claimed its slot"
+            yield CheckProblem(name, what, " or ".join(_GOES_ON), status)
         return
-    name = f"Record {record['_id']}"
-    if record["status"] in ENDED:
+    if status in ENDED:
         what = "a running Record, since its slot is running"
-        yield CheckProblem(name, what, "created to scoring", record["status"])
+        yield CheckProblem(name, what, "created to scoring", status)
     yield from differing(name, [("the owner of its slot", slot.get("owner"), record.get("owner"))])
 
 
-def _ended(name: str, task: Json, slot: Json, record: Json | None) -> Iterator[CheckProblem]:
-    """Check a slot that is sampled or scored, and the Record of its attempt."""
-    key = record_key(task["_id"], slot["traj_id"], _begun(slot))
-    yield from differing(name, [("record_id of its attempt", key, slot.get("record_id"))])
+def _dropped(record: Json, records: Mapping[int, Json]) -> Iterator[CheckProblem]:
+    """Check that what a divergence dropped is kept, as the Record of the attempt in which it was."""
+    for owner in record.get("owners") or ():
+        if owner.get("dropped") and owner["attempt"] not in records.keys() - {record["attempt"]}:
+            what = f"the Record of the {owner['dropped']} model calls that attempt {owner['attempt']} dropped"
+            key = record_key(record["task"], record["traj_id"], owner["attempt"])
+            yield CheckProblem(f"Record {record['_id']}", what, key, "none")
+
+
+def _ended(name: str, slot: Json, key: str, record: Json | None) -> Iterator[CheckProblem]:
+    """Check a slot that is sampled or scored, and its Record."""
     if slot["status"] == SlotStatus.SAMPLED:
         status = "none" if record is None else record["status"]
         if status != RecordStatus.COMPLETED:
@@ -182,12 +203,14 @@ def call_problems(record: Json, calls: Sequence[Json]) -> Iterator[CheckProblem]
     expected = list(record["traj"])
     keys = [call["_id"] for call in calls]
     name = f"Record {record['_id']}"
+    trained = {*(record.get("dropped_calls") or ())}.difference(record.get("untrained_calls") or ())
     yield from differing(
         name,
         [
             ("its model calls in the order of traj", expected, keys),
             ("gap-free indexes of its calls", list(range(len(calls))), [call["index"] for call in calls]),
             ("calls with its _id as prefix", [f"{record['_id']}/{call['index']}" for call in calls], keys),
+            ("dropped calls that may be trained", [], sorted(trained)),
         ],
     )
     yield from differing(name, _sums(record, calls))
@@ -332,7 +355,7 @@ class CallParentsCheck(_Parents):
 _TOLERANCE = 1e-9
 _DECIDING = (
     "_id", "task", "traj_id", "attempt", "split", "epoch", "score", "stop_reason", "turns", "min_version",
-    "max_version", "generated_tokens", "score_details",
+    "max_version", "generated_tokens", "score_details", "dropped_calls",
 )  # fmt: skip
 
 

@@ -330,6 +330,8 @@ def _slot(name: str, slot: Json) -> Iterator[CheckProblem]:
     status = slot["status"]
     if slot.get("released", 0) > slot["attempt"]:
         yield CheckProblem(name, "at most as many releases as attempts", slot["attempt"], slot["released"])
+    if (slot.get("begun") or 0) > slot["attempt"]:
+        yield CheckProblem(name, "begun by its attempt or an earlier one", slot["attempt"], slot["begun"])
     if status == SlotStatus.RUNNING:
         for field in ("owner", "lease_expires_at", "record_id"):
             if slot.get(field) is None:

@@ -13,6 +13,7 @@ from agentrl.calls.turns import execute
 from agentrl.chat.parsers.parser import ToolCall
 from agentrl.columns.outages import Clock, HeldTools, Outages
 from agentrl.config.schema import ToolConfig
+from agentrl.documents.document import plain
 from agentrl.documents.model_call import Condensed, ToolExecution
 from agentrl.documents.status import ToolState
 from agentrl.documents.task import Claim
@@ -248,7 +249,7 @@ async def test_an_environment_takes_stored_messages_again() -> None:
         session = open_environment(task, call_timeout=10)
         assert session is not None
         await session.open()
-        assert await session.replay(stored) == differs
+        assert await session.replay([(text, plain(answer)) for text, answer in stored]) == differs
         assert await session.reward() == 1.0
         await session.close()
 

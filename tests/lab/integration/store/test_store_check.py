@@ -31,6 +31,7 @@ OTHER = f"{run.TRAINED}/1/1"
 READY = f"{run.READY}/0/1"
 CALL = f"{OTHER}/1"
 CLAIMED = f"{run.RUNNING}/0/1"
+RELEASED = f"{run.RUNNING}/1/1"
 OWNER = {"owner": "sampler", "attempt": 1}
 LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 LATER = datetime.now(UTC) + timedelta(days=1)
@@ -184,7 +185,8 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
     "a scored slot whose Record is in work": (
         1, "settled, since its slot is scored", lambda d: d.set("Record", OTHER, status="running")),
     "a second live Record": (
-        1, "dead, since attempt 1 is not the live one", lambda d: d.set("Record", FAILED, status="scored")),
+        1, "dead, since attempt 1 is not what its slot",
+        lambda d: d.set("Record", FAILED, status="scored")),
     "an ended Record of a running slot": (
         1, "a running Record, since", lambda d: d.set("Record", CLAIMED, status="failed")),
     "another owner than the slot's": (
@@ -198,7 +200,18 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
         1, "the _id of its Task", lambda d: d.copy("Record", FAILED, _id="stray")),
     "another epoch than the Task's": (1, "the epoch of its Task", lambda d: d.set("Record", OTHER, epoch=3)),
     "the wrong record_id": (
-        1, "record_id of its attempt", lambda d: d.set("Task", run.TRAINED, slots__1__record_id="x")),
+        1, "record_id of what it has begun", lambda d: d.set("Task", run.TRAINED, slots__1__record_id="x")),
+    "a released slot without what goes on": (
+        1, "which the next attempt goes on with", lambda d: d.set("Record", RELEASED, status="failed")),
+    "a Record that was adopted by nobody": (
+        1, "one to go on with, since attempt 1",
+        lambda d: d.set("Record", CLAIMED, fence=0, status="failed")),
+    "a fence that was never claimed": (
+        1, "no fence beyond its slot's", lambda d: d.set("Record", CLAIMED, fence=7)),
+    "a dropped branch that is gone": (
+        1, "model calls that attempt 1 dropped", lambda d: d.set("Record", OTHER, owners__0__dropped=2)),
+    "begun by a later attempt": (
+        4, "begun by its attempt or an earlier one", lambda d: d.set("Task", run.RUNNING, slots__1__begun=5)),
     "two slots of one number": (
         1, "slots with unique numbers", lambda d: d.set("Task", run.TRAINED, slots__1__traj_id=0)),
     "a missing model call": (
