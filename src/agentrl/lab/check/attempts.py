@@ -275,16 +275,17 @@ def _call(call: Json, earlier: dict[str, Json]) -> Iterator[CheckProblem]:
 
 
 def owner_problems(record: Json, calls: Sequence[Json], clock_skew_seconds: float) -> Iterator[CheckProblem]:
-    """Yield contradictions between the owners of a Record, and what was written by none of them in its time.
+    """Yield contradictions between the owners of a Record, and calls that none of them made in its time.
 
-    Records and calls of older versions name none.
+    What a divergence dropped has none, nor has a Record of an older version.
     """
     name, owners = f"Record {record['_id']}", record.get("owners") or ()
+    if not owners:
+        return
     attempts = [owner["attempt"] for owner in owners]
-    if attempts != sorted(set(attempts)) or (attempts and attempts[0] < record["attempt"]):
+    if attempts != sorted(set(attempts)) or attempts[0] < record["attempt"]:
         yield CheckProblem(name, "owners in order", f"rising attempts from {record['attempt']} on", attempts)
-    if attempts:
-        yield from differing(name, [("the attempt of its last owner", attempts[-1], record.get("fence"))])
+    yield from differing(name, [("the attempt of its last owner", attempts[-1], record.get("fence"))])
     for owner in owners[:-1]:
         if owner.get("ended") is None:
             what = f"why attempt {owner['attempt']} ended, since another owner followed"
