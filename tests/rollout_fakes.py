@@ -175,6 +175,9 @@ class _Writes:
     async def flush(self) -> None:
         """Nothing waits."""
 
+    async def note_snapshot(self, call: Turn) -> None:
+        """The call has it."""
+
 
 class MemoryImages:
     """Images of a process without a database."""
@@ -286,6 +289,16 @@ class FakeSession:
     async def replay(self, executions: Sequence[ToolExecution]) -> int | None:
         """Nothing is to be made again."""
         return None
+
+    keeps_files = False
+
+    async def snapshot(self) -> str | None:
+        """Nothing is kept."""
+        return None
+
+    async def restore(self, reference: str) -> bool:
+        """Nothing is kept."""
+        return False
 
     async def rewards(self) -> dict[str, dict[str, Any]]:
         """None gives one."""

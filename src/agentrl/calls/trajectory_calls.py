@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
-
-import bson
 
 from agentrl.base.concurrency import end_tasks
 from agentrl.calls.journal import Journal
@@ -32,7 +32,7 @@ from agentrl.documents.model_call import (
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ToolState
 from agentrl.documents.task import Claim
-from agentrl.errors import ContextFullError, ReplayError, TrajectoryError
+from agentrl.errors import ContextFullError, ReplayError, StoreError, TrajectoryError
 from agentrl.inference.engine import Engine, FinishReason, Generation, Progress
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoredCall
@@ -65,9 +65,17 @@ class Writes(Protocol):
     async def flush(self) -> None:
         """Wait until every queued call is stored. Raises the error of a write."""
 
+    async def note_snapshot(self, call: Turn) -> None:
+        """Store the snapshot of a call, which may be closed."""
+
 
 class Steps(Protocol):
     """The environment of a trajectory: ``EnvironmentSession``."""
+
+    @property
+    def state(self) -> ToolState:
+        """Return what it keeps between messages."""
+        ...
 
     async def replay(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> int | None:
         """Give stored messages to it again; return the index of the first that is answered otherwise."""
@@ -75,7 +83,7 @@ class Steps(Protocol):
 
 
 _LARGEST_EVENT = 2**20
-"""Bytes of what ``Rollout.once`` keeps: more does not belong into the document of a model call."""
+"""Characters of what ``Rollout.once`` keeps: more does not belong into the document of a model call."""
 
 _INTERRUPTED = (
     "the call was interrupted after it had begun: it may have taken effect, and it is not made again"
@@ -135,6 +143,10 @@ class TrajectoryCalls:
         self._environment = environment
         self._lost: ReplayError | None = None
         self._rebuilding = asyncio.Lock()
+        self._is_rebuilt = False
+        self._files_of: Tools | None = None
+        """The tools, once they are used, if they keep files."""
+        self._keeping: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
 
     @property
@@ -190,6 +202,7 @@ class TrajectoryCalls:
             params = self._params.replace(**changes).seeded(*self._seed, *(seed or (self.turns,)))
             params = self.budget.clamp(params, len(prompt.ids))
             images = await images_of(self.images, prompt.images)
+            self._begin_keeping(role)
             with model_call_span(self.record, params) as span:
                 generation = await self.hold(
                     lambda: self._engine.generate(
@@ -283,6 +296,11 @@ class TrajectoryCalls:
         """
         async with self._rebuilding:
             self._require_state()
+            if not self._is_rebuilt:
+                await self._restore_files(tools)
+            # Change no file before it is kept: the snapshot is that of the call before.
+            if self._keeping is not None:
+                await asyncio.wait([self._keeping])
             while self.journal.done:
                 stored = self.journal.done.pop(0)
                 if isinstance(stored, ToolExecution):
@@ -296,6 +314,47 @@ class TrajectoryCalls:
                         hint="declare its state: docs/durable.md",
                     )
                     self._require_state()
+
+    async def _restore_files(self, tools: Tools) -> None:
+        """Give new sessions the files that are kept; the calls that had changed them are not made again."""
+        self._is_rebuilt = True
+        self._files_of = tools if tools.keeps_files else None
+        journal, count = self.journal, self.journal.in_snapshot
+        if count is None:
+            # Leave a snapshot that has the work of calls that the agent has not asked for again.
+            count = 0 if self.made and self.made[-1].journal else len(journal.done)
+        if journal.snapshot is None or count == 0 or not await tools.restore(journal.snapshot):
+            return
+
+        def is_kept(stored: ToolExecution | Event) -> bool:
+            if isinstance(stored, ToolExecution):
+                return tools.state_of(stored.name, stored.server) is ToolState.SNAPSHOT
+            return self._environment is not None and self._environment.state is ToolState.SNAPSHOT
+
+        others = [stored for stored in journal.done[:count] if not is_kept(stored)]
+        journal.done = [*others, *journal.done[count:]]
+
+    def _begin_keeping(self, role: str | None) -> None:
+        """Keep the files of tools while the next model call of ``role`` is made."""
+        if self._files_of is None or not (self._keeping is None or self._keeping.done()):
+            return
+        # Leave out what is not a sequence: tools of another role, or of an earlier call, may run meanwhile.
+        if self.made and self.made[-1].settled and all(turn.role == role for turn in self.made):
+            keeping = self._keep_files(self._files_of, self.made[-1])
+            self._keeping = asyncio.create_task(keeping, name=f"files of {self.record}")
+
+    async def _keep_files(self, tools: Tools, turn: Turn) -> None:
+        reference = await tools.snapshot()
+        if reference is None or reference == turn.snapshot:
+            return
+        turn.snapshot = reference
+        with suppress(StoreError):  # the next write of the trajectory raises it
+            await self._writer.note_snapshot(turn)
+
+    async def stop_keeping(self) -> None:
+        """End what is being kept: the trajectory is over."""
+        if self._keeping is not None:
+            await end_tasks(self._keeping)
 
     async def _step_differs(self, step: Event) -> bool:
         environment = self._environment
@@ -327,10 +386,10 @@ class TrajectoryCalls:
         self._begin()
         started_at, started = now(), time.monotonic()
         result = sanitize_bson(await call())
-        size = len(bson.encode({"": result}))
+        size = len(json.dumps(result, default=str))
         if size > _LARGEST_EVENT:
             raise TrajectoryError(
-                f"what {name!r} returned has {size:,} bytes, more than {_LARGEST_EVENT:,}",
+                f"what {name!r} returned has {size:,} characters as JSON, more than {_LARGEST_EVENT:,}",
                 hint="return what the trajectory needs of it",
             )
         event = Event(
@@ -480,6 +539,7 @@ class Histories:
         execution = await self._calls.run_tool(turn, call, tools)
         if turn is not None and len(turn.journal) == before:
             turn.tool_seconds += execution.seconds
+            turn.change()
         return execution.text, execution.error
 
 
@@ -574,6 +634,11 @@ class CallWriter:
             # Shield the writer: a cancelled trajectory still stores what is queued, in ``__aexit__``.
             await asyncio.shield(self._start())
         self._check()
+
+    async def note_snapshot(self, call: Turn) -> None:
+        """Store the snapshot of a call, which may be closed. Raises StoreError."""
+        await self.flush()
+        await self._store.model_calls.note_snapshot(call.id, call.attempt, call.snapshot)
 
     def _check(self) -> None:
         if self._error is not None:

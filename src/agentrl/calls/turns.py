@@ -359,6 +359,19 @@ class Tools(Protocol):
         """Make stored calls of tools with state again; return the index of the first that ends otherwise."""
         ...
 
+    @property
+    def keeps_files(self) -> bool:
+        """Return whether ``snapshot`` may keep something."""
+        ...
+
+    async def snapshot(self) -> str | None:
+        """Keep the files of tools as they are now; return the reference to them, None if none are kept."""
+        ...
+
+    async def restore(self, reference: str) -> bool:
+        """Restore the files of a snapshot in new sessions; return False if it is not there."""
+        ...
+
     async def rewards(self) -> dict[str, dict[str, Any]]:
         """Return the rewards that tools give, by tool; those for a state need its calls ``replay``ed."""
         ...

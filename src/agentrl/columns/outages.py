@@ -532,5 +532,15 @@ class HeldTools:
                 return index
         return None
 
+    @property
+    def keeps_files(self) -> bool:
+        return self._tools.keeps_files
+
+    async def snapshot(self) -> str | None:
+        return await self._tools.snapshot()
+
+    async def restore(self, reference: str) -> bool:
+        return await self._outages.hold(partial(self._tools.restore, reference), self._clock)
+
     async def rewards(self) -> dict[str, dict[str, Any]]:
         return await self._outages.hold(self._tools.rewards, self._clock)

@@ -223,6 +223,19 @@ class ContainerConfig(Flags):
         " the sandbox, which has no other than the host's, refuses these tasks",
     )
 
+    snapshot_mb: int = flag(
+        256,
+        "largest archive of what a trajectory has changed in its container; it is kept after each turn, and"
+        " another sampler goes on from there (0: keep none, and run the commands again)",
+        within="[0, inf)",
+        unit="MiB",
+    )
+    snapshots_to: str | None = flag(
+        None,
+        "folder, s3:// or gs:// URL of these archives, the same for all samplers of the run (default:"
+        " snapshots in --output_dir)",
+    )
+
     @cached_property
     def roots(self) -> Mapping[str, str]:
         """``--rootfs`` as {name: path}; the name of one for every image is empty."""

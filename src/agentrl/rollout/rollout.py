@@ -225,6 +225,7 @@ class Role:
             self._shared.tool_calls += len(turn.executions) - before
             if turn.changes > changes:
                 turn.tool_seconds += time.monotonic() - started
+                turn.change()
             turn.settled = True
         self.append_messages(messages)
         return list(turn.executions)

@@ -114,7 +114,7 @@ class Sampler(SlotLeases):
         jobs = [
             self._housekeeping.finalize_own(), self._housekeeping.work_for_all(),
             self._housekeeping.finalize_filled(), self._watch_work(), self._watch_training(),
-            self._score_queued(stop, at_once),
+            self._score_queued(stop, at_once), self._sweep_snapshots(),
             report_outages(self.store, lambda: self._outages.open, self.owner), collect_while_idle(),
             self._late.run(
                 lambda: require_tools(self.store, self._worker.tools, self.split), lambda: self._has_claimed
@@ -141,6 +141,11 @@ class Sampler(SlotLeases):
             await self._scores.run(stop, at_once=at_once)
         finally:
             self._scoring_ended.set()
+
+    async def _sweep_snapshots(self) -> None:
+        """Delete the files of trajectories whose samplers were killed when they were over."""
+        if self._worker.snapshots is not None:
+            await self._worker.snapshots.sweep(self.store.tasks.unfinished_records)
 
     def _changed(self) -> None:
         self._has_changed = True

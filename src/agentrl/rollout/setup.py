@@ -44,6 +44,7 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.environments.environment import use_containers
+from agentrl.environments.snapshots import Snapshots
 from agentrl.errors import ModelError
 from agentrl.inference.engine import Router
 from agentrl.inference.session import EngineRouter, LiveEngines
@@ -263,6 +264,11 @@ async def open_worker(
     gateway = SamplerGateway(
         store=store, configs=configs, router=engines, chat_format=chat_format, params=params
     )
+    run, containers = configs[RunConfig], configs[ContainerConfig]
+    snapshots = Snapshots(
+        containers.snapshots_to or f"{run.output}/snapshots", store.settings.owner,
+        containers.snapshot_mb << 20,
+    )  # fmt: skip
     async with AsyncExitStack() as stack:
         # Push in this order so that the gateway closes first: its requests use the tools and the engines.
         stack.push_async_callback(router.close)
@@ -278,7 +284,7 @@ async def open_worker(
             store=store, router=engines, tools=tools, chat_format=chat_format, params=params,
             seed=configs[RunConfig].seed, agent=agent, sampling=sampling, claims=configs[ClaimConfig],
             stop=stop or asyncio.Event(), outages=outages, gateway=gateway,
-            environment_timeout=configs[ToolConfig].tool_timeout_seconds,
+            environment_timeout=configs[ToolConfig].tool_timeout_seconds, snapshots=snapshots,
         )  # fmt: skip
         yield worker, router
 

@@ -24,6 +24,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, Task
 from agentrl.environments.environment import EnvironmentSession, environment_names, names_of, open_environment
+from agentrl.environments.snapshots import Snapshots
 from agentrl.errors import (
     ConfigError,
     FailureError,
@@ -86,6 +87,8 @@ class Worker:
     """The circuit breakers of this process."""
     gateway: Gateway | None = None
     """Opens base URLs for agents that are clients of a model API."""
+    snapshots: Snapshots | None = None
+    """Keeps the files that trajectories change in their containers; None: none are kept."""
 
     @cached_property
     def scoring(self) -> Scoring:
@@ -152,7 +155,8 @@ class Worker:
         clock.spend(journal.seconds)
         name = claim.task.agent_name or self.agent.agent_name
         agent = await self._import(claim.task, name)
-        environment = open_environment(claim.task, call_timeout=self.environment_timeout)
+        files = None if self.snapshots is None else self.snapshots.of(claim.record_id, claim.attempt)
+        environment = open_environment(claim.task, call_timeout=self.environment_timeout, files=files)
         await self.store.records.advance(claim, RecordStatus.RUNNING)
         async with (
             CallWriter(self.store, claim) as writer,
@@ -170,6 +174,7 @@ class Worker:
             partial=None,
             **({} if rollout.train_rule is None else {"train_rule": rollout.train_rule}),
         )
+        await self._delete_files(claim)
         return rollout, outcome
 
     async def _journal(self, claim: Claim, record: Record) -> Journal:
@@ -239,6 +244,7 @@ class Worker:
                 seed=self.seed, writer=writer, journal=journal, images=self.store.images, hold=hold,
                 begin=begin, environment=environment,
             )  # fmt: skip
+            stack.push_async_callback(calls.stop_keeping)
             yield Rollout(
                 claim, self.agent, calls=calls, tools=tools,
                 schemas=await contain(tools.list, "tools", ToolServerError),
@@ -307,6 +313,12 @@ class Worker:
             extra={"record": claim.record_id, "why": failure_text(error)},
         )
         await self.store.attempts.release(claim, restart=True)
+        await self._delete_files(claim)
+
+    async def _delete_files(self, claim: Claim) -> None:
+        """Delete the snapshots of a trajectory that nobody goes on with."""
+        if self.snapshots is not None and claim.task.environment is not None:
+            await self.snapshots.delete(claim.record_id)
 
     async def _fail(self, claim: Claim, kind: str, why: Exception | str) -> None:
         message = failure_text(why)
@@ -325,6 +337,7 @@ class Worker:
                 max_attempts=self.claims.max_attempts,
                 backoff_seconds=self.claims.retry_backoff_seconds,
             )
+            await self._delete_files(claim)
         except (LeaseLostError, StoreUnavailableError, StoreDeniedError):
             raise
         except StoreError as error:

@@ -16,7 +16,15 @@ from agentrl.base.batches import weighed_batches
 from agentrl.documents.document import excerpt, now, plain
 from agentrl.documents.run import Withdrawn
 from agentrl.documents.status import SlotStatus, TaskStatus, values
-from agentrl.documents.task import CONTENT, CONVERSATIONS, Task, scorer_weights, task_key
+from agentrl.documents.task import (
+    CONTENT,
+    CONVERSATIONS,
+    Task,
+    record_key,
+    record_task,
+    scorer_weights,
+    task_key,
+)
 from agentrl.errors import TaskFileError
 from agentrl.store.epochs import BY_ORDER, Epochs, sort_key
 from agentrl.store.mechanics.blobs import CHECKSUMS, sealed
@@ -232,6 +240,20 @@ class Tasks(Repository):
         return await self._collection(TASK).count_documents({"split": split, "status": {"$in": _UNFINISHED}})
 
     @database_call
+    async def unfinished_records(self, record_ids: Collection[str]) -> set[str]:
+        """Return those of some Records that are sampled now, or that the next claim goes on with."""
+        going_on = (SlotStatus.OPEN, SlotStatus.RUNNING)
+        tasks = {record_task(key) for key in record_ids}
+        query = {"_id": {"$in": sorted(tasks)}, "slots.status": {"$in": values(going_on)}}
+        found = {
+            record_key(task.id, slot.traj_id, slot.begun)
+            for task in await self._all(Task, TASK, query)
+            for slot in task.slots
+            if slot.status in going_on and slot.begun is not None
+        }
+        return found & set(record_ids)
+
+    @database_call
     async def any_with_status(self, split: str, *states: TaskStatus) -> bool:
         """Return whether a Task has one of these statuses; reads at most one document."""
         query = {"split": split, "status": {"$in": values(states)}}
@@ -297,13 +319,13 @@ class Tasks(Repository):
         await collection.bulk_write(
             # Replace slots only where none was claimed: new ones count from 0, which fences no old owner.
             [UpdateOne(_untouched(task.id), _new_text(task, moment, "slots")) for task in tasks]
-            + [UpdateOne(_unbegun(task.id), _new_text(task, moment)) for task in tasks]
+            + [UpdateOne(_unbegun(task.id), _begun_anew(task, moment)) for task in tasks]
         )
         stored = await self._stored([task.id for task in tasks])
         # Read them back: bulk_write returns how many filters matched, and not which.
         left = [task.id for task in tasks if any(_differences(stored.get(task.id, {}), task))]
         copies = [
-            UpdateOne(_unbegun(task_key(task.split, epoch, task.task_id)), _new_text(task, moment))
+            UpdateOne(_unbegun(task_key(task.split, epoch, task.task_id)), _begun_anew(task, moment))
             for task in tasks
             for epoch in epochs
             if task.id not in left and epoch != task.epoch
@@ -350,3 +372,9 @@ def _new_text(task: Task, moment: datetime, *more: str) -> Json:
     document = sealed(TASK, task.to_document(), "content")
     fields = {name: document[name] for name in (*CONTENT, CHECKSUMS, *more)}
     return {"$set": {**fields, "updated_at": moment}}
+
+
+def _begun_anew(task: Task, moment: datetime) -> Json:
+    """Return the update with the new text of a Task whose released trajectories answer the old one."""
+    update = _new_text(task, moment)
+    return {"$set": {**update["$set"], "slots.$[].begun": None}}

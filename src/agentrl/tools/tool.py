@@ -143,6 +143,24 @@ class Rewarding(Protocol):
         ...
 
 
+@runtime_checkable
+class KeepsFiles(Protocol):
+    """A session whose files can be kept, so that a new session goes on with them."""
+
+    @property
+    def keeps_files(self) -> bool:
+        """Return whether ``snapshot`` may keep something."""
+        ...
+
+    async def snapshot(self) -> str | None:
+        """Keep the files as they are now; return the reference to them, None if they are not kept."""
+        ...
+
+    async def restore(self, reference: str) -> bool:
+        """Give a new session the files of a snapshot; return False if it is not there."""
+        ...
+
+
 class ToolServer(Protocol):
     """One configured tool server of this process. One that runs in it has nothing to open and to close."""
 
@@ -356,6 +374,8 @@ class ToolSession:
         self._condense = condense
         self._slots = asyncio.Semaphore(max_parallel)
         self._call_rewards: dict[str, list[float]] = {}
+        own = sessions.get(ENVIRONMENT)
+        self._files = own if isinstance(own, KeepsFiles) and own.keeps_files else None
 
     async def __aenter__(self) -> Self:
         try:
@@ -435,6 +455,19 @@ class ToolSession:
             if state in (ToolState.REPLAY, ToolState.SNAPSHOT) and not await self._repeats(execution):
                 return index
         return None
+
+    @property
+    def keeps_files(self) -> bool:
+        """Return whether files of a tool can be kept: those of an environment."""
+        return self._files is not None
+
+    async def snapshot(self) -> str | None:
+        """Keep the files of ``snapshot`` tools as they are now, between two calls; return the reference."""
+        return None if self._files is None else await self._files.snapshot()
+
+    async def restore(self, reference: str) -> bool:
+        """Restore files before the first call; return False if they are not there. Raises ToolServerError."""
+        return self._files is not None and await self._files.restore(reference)
 
     async def rewards(self) -> dict[str, dict[str, Any]]:
         """Return ``{tool: {"calls": rewards of its calls, "state": reward of its state}}`` of tools that give
