@@ -481,10 +481,11 @@ class TrainConfig(ParallelConfig):
     prefix_merging: Literal["off", "trajectory", "group"] = flag(
         "group", "merge common prefixes into a tree per trajectory or per group; off: one row per model call"
     )
-    staleness_policy: Literal["drop", "decay", "mask"] = flag(
-        "drop",
-        "what happens to data with tokens older than --max_staleness: drop it; multiply its advantage by"
-        " exp(-out_of_date_decay) per optimizer step beyond (decay); or train it without these tokens (mask)",
+    staleness_policy: Literal["keep", "decay", "mask", "drop"] = flag(
+        "keep",
+        "what happens to tokens older than --max_staleness: train them as others (keep); multiply their"
+        " advantage by exp(-out_of_date_decay) per optimizer step beyond it (decay); train their trajectory"
+        " without them (mask); or drop their group (drop)",
     )
     advantage_whitening: Literal["none", "batch"] = flag(
         "none",

@@ -59,8 +59,8 @@ SECTIONS: Final[dict[str, tuple[MetricDefinition, ...]]] = {
         _("updates", "optimizer updates of the step", "updates", "as configured"),
     ),
     "Staleness and queues": (
-        _("staleness_mean", "mean age of the trainable tokens' policy version", "optimizer steps", "at most --max_staleness"),
-        _("staleness_max", "largest age of a trainable token", "optimizer steps", "at most --max_staleness, with --staleness_policy drop"),
+        _("staleness_mean", "mean age of the trainable tokens' policy version", "optimizer steps", "near --max_staleness"),
+        _("staleness_max", "largest age of a trainable token", "optimizer steps", "that of the longest trajectory; at most --max_staleness with --staleness_policy mask or drop"),
         _("staleness_histogram", "tokens of each age", "tokens", "most at the lowest ages", keyed=True),
         _("version_fractions", "share of the trainable tokens of each policy version", "0–1", "most of the last versions", keyed=True),
         _("stale_trajectories", "trajectories so far that were too old to train", "trajectories", "few; else lower --target_concurrency"),
