@@ -108,9 +108,8 @@ class History:
         """A sampler claims a slot; it may die before it makes the Record."""
         self.owners += 1
         claim = await self.store.claims.claim(
-            split=self.rng.choice(SPLITS), owner=f"sampler-{self.owners}", lease_seconds=600.0,
-            max_attempts=MAX_ATTEMPTS,
-        )  # fmt: skip
+            split=self.rng.choice(SPLITS), owner=f"sampler-{self.owners}", lease_seconds=600.0
+        )
         await self._begin(claim)
 
     async def claim_selected(self) -> None:
@@ -118,7 +117,7 @@ class History:
         self.owners += 1
         limit = self.rng.randint(0, GROUPS_PER_STEP) + await self.store.groups.count_open("train")
         claim = await self.store.claims.claim(
-            split="train", owner=f"sampler-{self.owners}", lease_seconds=600.0, max_attempts=MAX_ATTEMPTS,
+            split="train", owner=f"sampler-{self.owners}", lease_seconds=600.0,
             max_groups_open=limit, selection=Selection(MOST_EPOCHS),
         )  # fmt: skip
         await self._begin(claim)
@@ -137,9 +136,9 @@ class History:
         if self.rng.random() < 0.9:
             await self.store.records.create(claim)
         if self.rng.random() < 0.9:
-            await self.store.records.create(claim)
+            record = await self.store.records.create(claim)
             await self.store.records.advance(claim, RecordStatus.RUNNING)
-            self.running[claim.record_id] = claim, 0
+            self.running[claim.record_id] = claim, record.turns
 
     async def converse(self) -> None:
         """A model call under the version that the engines serve."""
@@ -169,10 +168,10 @@ class History:
             await self.store.attempts.fail(claim, failure, max_attempts=MAX_ATTEMPTS, backoff_seconds=0.0)
 
     async def release(self) -> None:
-        """A sampler stops and hands a slot back."""
+        """A sampler stops and hands a slot back; the next one may have to begin anew."""
         if self.running:
             claim, _ = self.running.pop(self.rng.choice(sorted(self.running)))
-            await self.store.attempts.release(claim)
+            await self.store.attempts.release(claim, restart=self.rng.random() < 0.3)
 
     async def expire(self) -> None:
         """A sampler freezes: its lease runs out."""
@@ -234,7 +233,7 @@ class History:
 
     async def reap(self) -> None:
         """Any sampler frees what expired."""
-        await self.store.expired_leases.reap(self.rng.choice(SPLITS), MAX_ATTEMPTS)
+        await self.store.expired_leases.reap(self.rng.choice(SPLITS))
 
     async def finalize(self) -> None:
         """Any sampler finalizes what is complete."""

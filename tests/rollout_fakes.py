@@ -10,14 +10,16 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from agentrl.calls.journal import Journal
 from agentrl.calls.trajectory_calls import TrajectoryCalls
 from agentrl.calls.turns import Tools, Turn
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.renderer import ChatTemplate, ControlTokens, TemplateRenderer
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.images import Image
-from agentrl.documents.model_call import PartialGeneration, VersionSpan
+from agentrl.documents.model_call import PartialGeneration, ToolExecution, VersionSpan
 from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.status import ToolState
 from agentrl.documents.task import Claim
 from agentrl.environments.environment import EnvironmentSession
 from agentrl.errors import ImageError, ToolServerError
@@ -139,16 +141,39 @@ def make_rollout(
     images: MemoryImages | None = None,
     manage_context: ContextManager | None = None,
     environment: EnvironmentSession | None = None,
+    journal: Journal | None = None,
 ) -> Rollout:
     """A trajectory whose finished model calls go to ``write``; by default without tools and images."""
     calls = TrajectoryCalls(
         claim, config, chat_format=chat_format, engine=engine, params=params or SamplingParams(), seed=seed,
-        write=write, images=images or MemoryImages(), hold=call_at_once,  # type: ignore[arg-type]
+        writer=_Writes(write), journal=journal or Journal((), nothing, nothing), hold=call_at_once,
+        images=images or MemoryImages(), environment=environment,  # type: ignore[arg-type]
     )  # fmt: skip
     return Rollout(
         claim, config, calls=calls, tools=tools or FakeTools(), schemas=schemas,  # type: ignore[arg-type]
         manage_context=manage_context or CONTEXT_MANAGERS.get(config.new_context), environment=environment,
     )  # fmt: skip
+
+
+async def nothing(_: object) -> None:
+    """Do nothing."""
+
+
+class _Writes:
+    """Gives calls that change no more to ``write``."""
+
+    def __init__(self, write: Callable[[Turn], Awaitable[None]]) -> None:
+        self._write = write
+
+    async def write(self, call: Turn) -> None:
+        """It changes no more."""
+        await self._write(call)
+
+    def offer(self, call: Turn) -> None:
+        """It may change again."""
+
+    async def flush(self) -> None:
+        """Nothing waits."""
 
 
 class MemoryImages:
@@ -250,6 +275,27 @@ class FakeSession:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Run one."""
         return await self.tools.call(name, arguments)
+
+    def state_of(self, name: str, server: str | None = None) -> ToolState:
+        """None keeps anything."""
+        return ToolState.STATELESS
+
+    def recall(self, execution: ToolExecution) -> None:
+        """None gives a reward."""
+
+    async def replay(self, executions: Sequence[ToolExecution]) -> int | None:
+        """Nothing is to be made again."""
+        return None
+
+    keeps_files = False
+
+    async def snapshot(self) -> str | None:
+        """Nothing is kept."""
+        return None
+
+    async def restore(self, reference: str) -> bool:
+        """Nothing is kept."""
+        return False
 
     async def rewards(self) -> dict[str, dict[str, Any]]:
         """None gives one."""

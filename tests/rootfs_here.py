@@ -17,7 +17,7 @@ from agentrl.worlds.sandbox.local import namespace_problem
 PROGRAMS = (
     "sh", "bash", "cat", "chmod", "cp", "dd", "echo", "env", "grep", "head", "hostname", "id", "kill", "ln",
     "ls", "mkdir", "mv", "rm", "sed", "sleep", "sort", "stat", "tail", "tar", "test", "touch", "true", "wc",
-    "yes", "tr", "truncate", "seq", "readlink",
+    "yes", "tr", "truncate", "seq", "readlink", "find",
 )  # fmt: skip
 
 
@@ -63,9 +63,7 @@ def rootfs_with_python() -> Path:
     """Return a root file system that also has the system's Python, Git and what scripts of tests call."""
     folder = Path(tempfile.mkdtemp(prefix="rootfs-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    make_rootfs(
-        folder / "root", "python3", "git", "setsid", "mkfifo", "cmp", "find", "basename", "dirname", "nohup"
-    )
+    make_rootfs(folder / "root", "python3", "git", "setsid", "mkfifo", "cmp", "basename", "dirname", "nohup")
     for library in Path("/usr/lib").glob("python3.*"):
         # With what Python has compiled: it starts in a fifth of the time.
         unwanted = shutil.ignore_patterns("test", "idlelib", "lib2to3", "config-*", "dist-packages")

@@ -66,7 +66,7 @@ def call(claimed: Claim, index: int, version: int, prompt_tokens: int) -> Dispat
     """A model call of four tokens behind two of context; a tool runs after every first one."""
     tools = (ToolExecution(name="add", arguments={}, result="4", error=False, seconds=0.1),)
     return DispatchedSamplingTask(
-        id=f"{claimed.record_id}/{index}", record=claimed.record_id, index=index,
+        id=f"{claimed.record_id}/{index}", record=claimed.record_id, index=index, attempt=claimed.attempt,
         parent=f"{claimed.record_id}/{index - 1}" if index else None, status=CallStatus.COMPLETED,
         messages=({"role": "user", "content": "?"},), response={"content": "!", "tool_calls": []},
         tool_executions=() if index else tools, finish_reason="stop",

@@ -21,7 +21,7 @@ from agentrl.documents.record import Record
 from agentrl.documents.run import InferenceService, TrainerLease
 from agentrl.documents.status import RecordStatus, ServiceStatus, StepStatus, StopReason
 from agentrl.screens.snapshot import RunSnapshot
-from agentrl.screens.views.counts import Rates
+from agentrl.screens.views.counts import Continued, Rates
 from agentrl.screens.views.pipelines import EngineRow, StepRow, TrajectoryRow
 from agentrl.store.run_list import Disk
 from agentrl.store.services import Liveness
@@ -124,7 +124,7 @@ def snapshot(**changes: Any) -> RunSnapshot:
         lease=TrainerLease(owner="t", lease_expires_at=NOW + timedelta(seconds=30)), steps=steps(),
         planned=None, tasks={("train", 0): {"completed": 5, "running": 3}},
         records={"train": {"ready": 100}}, data={"train": {"trained": 100}}, quarantined_because=None,
-        failures=(), rates=Rates(seconds=300.0),
+        failures=(), rates=Rates(seconds=300.0), continued=Continued(),
         engines=[EngineRow.from_document(item.to_document()) for item in liveness.engines],
         versions=(), past_outages=(),
         evaluations=(), settings=(), configurations=(), disk=Disk(),

@@ -6,6 +6,7 @@ from typing import Any
 
 from rollout_fakes import FakeSession, FakeTools, ScriptedEngine, format_of, make_rollout
 
+from agentrl.calls.journal import Journal
 from agentrl.calls.turns import Turn
 from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig
 from agentrl.data.finalize_group import to_training_data
@@ -40,6 +41,7 @@ class Trajectory:
         self.config = AgentConfig(**flags)
         self.manager = CONTEXT_MANAGERS.get(self.config.new_context)
         self.rollout: Rollout
+        self.journal: Journal | None = None
 
     async def run(self, agent: str | Agent = "react", attempt: int = 1) -> Outcome:
         """Run an agent, or the registered one of a name."""
@@ -52,7 +54,7 @@ class Trajectory:
             Claim(task=self.task, traj_id=0, attempt=attempt, owner="o"), self.config,
             chat_format=self.engine.chat_format, engine=self.engine, write=write,
             tools=FakeSession(self.tools, self.task.tools), schemas=self.tools.list(self.task.tools),
-            manage_context=self.manager,
+            manage_context=self.manager, journal=self.journal,
         )  # fmt: skip
         name = agent if isinstance(agent, str) else agent.__name__
         outcome = await run_agent(

@@ -118,7 +118,12 @@ async def requests_of(
 def write_info(writer: asyncio.StreamWriter) -> None:
     """Answer what a client asks before it generates."""
     info = {"weight_version": "0", "model_path": "", "vocab_size": 1_000_000}
-    _write(writer, orjson.dumps(info), stream=False)
+    write_json(writer, info)
+
+
+def write_json(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+    """Answer a request with a JSON object."""
+    _write(writer, orjson.dumps(body), stream=False)
 
 
 def _write(writer: asyncio.StreamWriter, body: bytes, *, stream: bool) -> None:

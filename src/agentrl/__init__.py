@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from agentrl.rollout.rollout import FixedModel, Role, Rollout
     from agentrl.scoring.groups import ScoredGroup, advantage, group_filter
     from agentrl.scoring.scorers import ScoredCall, ScorerContext, ScoreResult, scorer
-    from agentrl.tools.python import tool
+    from agentrl.tools.python import tool, tool_state
 
     class Store(Protocol):
         """What type checkers see of ``screens.notebook.Store``: even for types, the core imports no wing."""
@@ -66,7 +66,7 @@ __all__ = [
     "ParsedMessage", "Role", "Rollout", "ScoreResult", "ScoredCall", "ScoredGroup", "ScorerContext",
     "ServerFullError", "SessionLostError", "StopReason", "Store", "TaskRequest", "TokenBatch",
     "TokenLosses", "ToolCall", "Turn", "advantage", "agent", "context_manager", "convert_arguments",
-    "environment", "group_filter", "loss", "scorer", "tool", "tool_call_parser", "tracker",
+    "environment", "group_filter", "loss", "scorer", "tool", "tool_call_parser", "tool_state", "tracker",
 ]  # fmt: skip
 
 _MODULES = {
@@ -103,6 +103,7 @@ _MODULES = {
     "scorer": "scoring.scorers",
     "tool": "tools.python",
     "tool_call_parser": "chat.parsers.parser",
+    "tool_state": "tools.python",
     "tracker": "observe.trackers",
 }
 

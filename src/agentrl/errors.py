@@ -276,10 +276,17 @@ class OutageError(FailureError):
 class SessionLostError(OutageError):
     """Raise it if what an environment or a tool reaches was down and has lost the trajectory's state.
 
-    The call is not repeated: the trajectory is released without an attempt, and begins anew.
+    The call is not repeated: the trajectory is released without an attempt, and goes on in a new session,
+    which gets the calls before it again.
     """
 
     kind = "session"
+
+
+class ReplayError(FailureError):
+    """The state of a trajectory's tools cannot be made again, so that it cannot go on: it begins anew."""
+
+    kind = "replay"
 
 
 class ServerFullError(OutageError):

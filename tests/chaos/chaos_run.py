@@ -15,6 +15,7 @@ import yaml
 from agentrl.errors import AgentRLError
 from chaos.actors import Actor, environment
 from chaos.database import Database
+from chaos.notes import LOG as NOTES_LOG
 from chaos.plan import TRAINER, Members
 
 RUN = "chaos"
@@ -28,14 +29,17 @@ OPENINGS = 6
 _TASKS = 24
 _BUILD_SECONDS = 300.0
 _SCORER = "chaos.scoring:slow_score"
+_AGENT = "chaos.notes:stamped"
 
 _FLAGS = {
     "num_train_epochs": MANY_EPOCHS,
     "num_generations": 4,
     "groups_per_step": 2,
-    "agent_name": "react",
-    "max_turns": 2,
-    "max_prompt_tokens": 256,
+    "agent_name": _AGENT,
+    "tools": "chaos.notes:note",
+    "tool_call_parser": "chaos.notes:EveryText",
+    "max_turns": 3,
+    "max_prompt_tokens": 640,
     "prompt_reserve_tokens": 32,
     "max_new_tokens": 12,
     "preferred_sampling_params": '{"temperature": 1.0, "top_p": 1.0}',
@@ -71,6 +75,11 @@ class ChaosRun:
         """The folder of logs: ``NAME.out`` for each process, and the logs that the processes write."""
         return self.folder / "logs"
 
+    @property
+    def notes(self) -> Path:
+        """The log of the tool that must never run twice."""
+        return self.folder / "notes.log"
+
     def prepare(self) -> None:
         """Write the model, the tasks and the configuration. Raises AgentRLError if the model fails."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +98,7 @@ class ChaosRun:
         rng = random.Random(self.seed)
         tasks = (
             {"id": f"chaos-{number:03d}", "query": f"What is {rng.randint(50, 99)} + {rng.randint(50, 99)}?",
-             "answer": "0", "scorer": _SCORER, "agent_name": "react"}
+             "answer": "0", "scorer": _SCORER, "agent_name": _AGENT}
             for number in range(_TASKS)
         )  # fmt: skip
         _write(self.folder / "tasks.jsonl", tasks)
@@ -121,7 +130,7 @@ class ChaosRun:
                     "--db_connection_string", await database.uri_for(name),
                 ],
                 log=self.logs / f"{name}.out",
-                env=environment(),
+                env={**environment(), NOTES_LOG: str(self.notes)},
             )
             for name, words in commands.items()
         }  # fmt: skip

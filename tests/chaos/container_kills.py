@@ -25,7 +25,7 @@ from waiting import comes_true
 from agentrl.chat.model_folder import read_chat_files
 from chaos.actors import TESTS, environment
 from chaos.drill_services import DrillEngine
-from chaos.harness_kills import Report, kill_in_turn, wait_for_end
+from chaos.harness_kills import Report, count_tokens, kill_in_turn, wait_for_end
 from chaos.scene import GENERATIONS, READY_SECONDS, RUN, Scene
 
 HARBOR = TESTS.parent / "assets/examples/harbor/tasks"
@@ -129,6 +129,7 @@ async def run_container_kills(
             await comes_true(lambda: len(scene.left()) >= _AT_ONCE, READY_SECONDS, _POLL_SECONDS)
             await kill_in_turn(scene, report, victims, seconds, rng, away=(0.2, 2.0), gap=(0.5, 2.5))
             counts = await wait_for_end(store, scene, report)
+            await count_tokens(store, scene, report)
         report.scored, report.attempts = counts.scored, counts.claimed
         if (counts.scored, counts.closed) != (report.slots, 0):
             report.violations.append(f"{counts.scored} slots are scored, {counts.closed} failed")

@@ -1,9 +1,9 @@
 """Serve the outage drills: python -m chaos.drill_services engine|judge|manager PORT [MODEL [held]].
 
 The engine calls the tool ``convert`` first and answers after its result, over SGLang's HTTP API; if it is
-``held``, it generates nothing before a POST /mode. The judge answers over OpenAI's, and the manager of tools
-over its own. POST /mode with ``limited`` or ``html`` makes both refuse everybody with 429, or answer 200 with
-a page of HTML.
+``held``, it generates nothing before a POST /mode. GET /generated returns how many tokens it has generated.
+The judge answers over OpenAI's API, and the manager of tools over its own. POST /mode with ``limited`` or
+``html`` makes both refuse everybody with 429, or answer 200 with a page of HTML.
 """
 
 from __future__ import annotations
@@ -33,15 +33,19 @@ class DrillEngine:
         files = read_chat_files(model)
         self._tokenizer = files.tokenizer
         self._eos = min(files.stop_ids)
+        self._generated = 0
 
     def answer(self, path: str, body: bytes) -> tuple[int, str, bytes, float]:
         """Answer one request."""
+        if path == "/generated":
+            return 200, "application/json", json.dumps(self._generated).encode(), 0.0
         if path != "/generate":
             info = {"weight_version": "0", "model_path": "", "vocab_size": 1_000_000}
             return 200, "application/json", json.dumps(info).encode(), 0.0
         request = json.loads(body)
         prompt = self._tokenizer.decode(request["input_ids"], skip_special_tokens=True)
         ids = [*self._tokenizer.encode(self.say(prompt), add_special_tokens=False).ids, self._eos]
+        self._generated += len(ids)
         meta: dict[str, Any] = {
             "finish_reason": {"type": "stop", "matched": self._eos},
             "output_token_logprobs": [[-0.5, token, None] for token in ids],

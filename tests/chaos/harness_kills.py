@@ -59,11 +59,16 @@ class Report(Findings):
     kills: Counter[str] = field(default_factory=Counter)
     scored: int = 0
     attempts: int = 0
+    generated: int = 0
+    """Tokens that the engine generated."""
+    kept: int = 0
+    """Tokens of the scored trajectories."""
 
     def figures(self) -> list[str]:
         """Return the counts."""
         slots = {
             "trajectories": self.slots, "trajectories scored": self.scored, "attempts": self.attempts,
+            "tokens generated": self.generated, "tokens of scored trajectories": self.kept,
         }  # fmt: skip
         kills = {f"kill {name}": number for name, number in sorted(self.kills.items())}
         return [row(name, number) for name, number in (kills | slots).items()]
@@ -150,6 +155,7 @@ async def run_harness_kills(folder: Path, seconds: float, *, tasks: int, seed: i
             await scene.set_mode("engine", "up")
             await kill_in_turn(scene, report, victims, seconds, rng, kill_other=kill_harness)
             counts = await wait_for_end(store, scene, report)
+            await count_tokens(store, scene, report)
         await _check_slots(store, scene, report, counts)
         report.violations += await scene.check()
     return report
@@ -208,6 +214,13 @@ async def _unfinished(store: Store) -> list[str]:
         for slot in task.slots
         if slot.status not in ended
     ] + [f"{each.dependency} is down for {each.by}: {each.why}" for each in await store.outages.ongoing()]
+
+
+async def count_tokens(store: Store, scene: Scene, report: Report) -> None:
+    """Add what the engine generated, and what of it the scored trajectories have."""
+    report.generated = await scene.generated_tokens()
+    scored = store.database["Record"].find({"score": {"$ne": None}}, {"generated_tokens": 1})
+    report.kept = sum([record["generated_tokens"] async for record in scored])
 
 
 async def _check_slots(store: Store, scene: HarnessScene, report: Report, counts: Counts) -> None:

@@ -6,7 +6,8 @@ The system has four samplers, two engines, a trainer, two processes that open ep
 MongoDB. The seed determines the plan of faults. Processes and the database are killed and restarted, or
 frozen longer than leases and timeouts. A frozen trainer is replaced by another. Connections are reset,
 stalled and delayed. The trainer's disk is full. Published weights are damaged. Samplers store most token
-arrays in GridFS, so that uploads are interrupted too.
+arrays in GridFS, so that uploads are interrupted too. Every turn calls a tool whose effects cannot be taken
+back: no call of it may run twice, and no stored turn may change when another sampler continues a trajectory.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import TypeVar
 
 from waiting import comes_true
 
+from agentrl.base.concurrency import end_tasks
 from agentrl.config.load import CommandParser
 from agentrl.config.schema import RunConfig
 from agentrl.errors import AgentRLError, ConfigError, StoreError
@@ -37,10 +39,11 @@ from chaos.database import Database, SingleServer, ThreeServers
 from chaos.drills import DRILLS, run_drills
 from chaos.faults import Injector
 from chaos.harness_kills import run_harness_kills
+from chaos.journal import CallWatcher, Notes
 from chaos.opener import SPLIT
 from chaos.plan import Members, make_plan
 from chaos.refusals import run_refusals
-from chaos.report import Findings, Report, check_run, examine
+from chaos.report import Findings, Report, check_run, examine, examine_journals
 from chaos.weight_delivery import run_weight_delivery
 
 logger = logging.getLogger(__name__)
@@ -115,7 +118,8 @@ async def _run(
     options: Namespace, chaos_run: ChaosRun, members: Members, injector: Injector, store: Store, uri: str
 ) -> Report:
     actors = list(injector.actors.values())
-    watcher = asyncio.create_task(watch(actors))
+    calls = CallWatcher(store)
+    watching = [asyncio.create_task(watch(actors)), asyncio.create_task(calls.run())]
     plan = make_plan(
         seed=options.seed, seconds=60 * options.minutes, gap=options.gap, lease_seconds=LEASE_SECONDS,
         members=members, replica_set=options.replica_set,
@@ -132,14 +136,15 @@ async def _run(
         await injector.run(plan, 60 * options.minutes)
         await asyncio.sleep(max(0.0, started + 60 * options.minutes - time.monotonic()))
         seconds = time.monotonic() - started
-        watcher.cancel()
+        watching[0].cancel()
         finished = await _finish(store, injector.actors)
     finally:
-        watcher.cancel()
+        await end_tasks(*watching)
         await asyncio.gather(*(actor.stop(_INTERRUPTED_SECONDS) for actor in actors))
     exits = [exit for actor in actors for exit in actor.exits]
     report = Report(faults=injector.done, exits=exits, seconds=seconds, finished=finished)
     await examine(store, chaos_run.logs, report)
+    await examine_journals(store, Notes(chaos_run.notes), calls, report)
     check_run(chaos_run.check_command(uri, is_final=False), report)
     await _remove_openings(store)
     check_run(chaos_run.check_command(uri, is_final=True), report)

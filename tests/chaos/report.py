@@ -18,6 +18,7 @@ from chaos.actors import Exit
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
+    from chaos.journal import CallWatcher, Notes
 
 _ACKNOWLEDGED = re.compile(r"  scored  record=(\S+) score=")
 _TRACEBACK = re.compile(r"^(\s*)Traceback \(most recent call last\)")
@@ -69,6 +70,11 @@ class Report(Findings):
     steps: int = 0
     versions: int = 0
     acknowledged: int = 0
+    continued: int = 0
+    """How often a trajectory was continued by another owner."""
+    replayed: int = 0
+    """Turns that these had from the journal."""
+    outside_calls: int = 0
     seen: Counter[str] = field(default_factory=Counter)
     checks: list[str] = field(default_factory=list)
     """The output of each ``agentrl db check``."""
@@ -85,6 +91,9 @@ class Report(Findings):
             yield row(name, self.seen[name])
         yield row("trajectories scored", self.scored)
         yield row("scores acknowledged to a sampler", self.acknowledged)
+        yield row("trajectories continued by another owner", self.continued)
+        yield row("  turns replayed", self.replayed)
+        yield row("calls of a tool with outside effects", self.outside_calls)
         yield row("steps trained", self.steps)
         yield row("policy versions", self.versions)
         yield row("seconds of faults", self.seconds)
@@ -110,6 +119,31 @@ async def examine(store: Store, logs: Path, report: Report) -> None:
     if not report.finished:
         left = {str(status): count for status, count in (await store.tasks.counts("train")).items() if count}
         report.violations.append(f"samplers and trainer did not end in time; tasks: {left}")
+
+
+async def examine_journals(store: Store, notes: Notes, calls: CallWatcher, report: Report) -> None:
+    """Add what the journals, the log of the tool and the watched model calls say.
+
+    A violation is an outside call that was made twice or not by the trajectory that stores its result, a
+    stored turn that has changed, and a trajectory that diverged: its agent does the same each time.
+    """
+    report.outside_calls = notes.calls
+    report.violations += notes.repeated()
+    async for call in store.database["DispatchedSamplingTask"].find(
+        {}, {"record": 1, "index": 1, "tool_executions": 1}
+    ):
+        report.violations += notes.invented(call)
+    await calls.finish()
+    report.violations += calls.violations
+    async for record in store.database["Record"].find({"owners.1": {"$exists": True}}, {"owners": 1}):
+        later = record["owners"][1:]
+        report.continued += len(later)
+        report.replayed += sum(owner["replayed"] for owner in later)
+        report.violations += [
+            f"{record['_id']} diverged at turn {owner['diverged_at']} for {owner['owner']}"
+            for owner in later
+            if owner.get("diverged_at") is not None
+        ]
 
 
 async def _lost(store: Store, acknowledged: Sequence[str]) -> list[str]:

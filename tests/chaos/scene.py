@@ -127,6 +127,12 @@ class Scene:
         async with httpx2.AsyncClient(timeout=5) as client:
             await client.post(f"http://{HOST}:{self._ports[name]}/mode", content=mode)
 
+    async def generated_tokens(self) -> int:
+        """Return how many tokens the engine has generated, also those that nobody has received."""
+        async with httpx2.AsyncClient(timeout=5) as client:
+            found = await client.get(f"http://{HOST}:{self._ports['engine']}/generated")
+        return int(found.json())
+
     async def start(self, name: str) -> None:
         """Start a service, and wait until it listens."""
         self.processes[name].start()

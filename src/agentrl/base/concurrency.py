@@ -150,6 +150,11 @@ class Deadline:
             return self._left
         return self._left - (asyncio.get_running_loop().time() - self._since)
 
+    def spend(self, seconds: float) -> None:
+        """Let it have begun ``seconds`` earlier."""
+        self._left -= seconds
+        self._reschedule()
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stop the clock. The code inside bounds its waits itself."""

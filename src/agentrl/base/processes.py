@@ -351,20 +351,42 @@ def _stat(pid: int) -> list[str] | None:
         return None
 
 
+logger = logging.getLogger(__name__)
+
 STOPPED = 130
 """Exit code of a command that a signal has stopped, as in a shell."""
 
 
-def stop_on_signals() -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_REPEATED_SECONDS = 1.0
+"""Signals within this time are one request: a launcher such as ``timeout`` forwards a signal of its group."""
+
+
+def stop_on_signals(at_once: asyncio.Event | None = None) -> asyncio.Event:
+    """Return an event that SIGTERM and SIGINT set; a second signal sets ``at_once``.
+
+    With ``at_once`` a third signal ends the process without any cleanup: the work that hangs may be that.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    first: float | None = None
+
+    def received() -> None:
+        nonlocal first
+        stop.set()
+        # Count signals, not what else sets ``stop``: the first one after a request to drain ends no call.
+        if first is None:
+            first = time.monotonic()
+        elif at_once is not None and time.monotonic() - first >= _REPEATED_SECONDS:
+            logger.warning("second request to stop: calls that still run are cancelled")
+            at_once.set()
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, received)
     return stop
 
-
-logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 5
 POLL_SECONDS = 0.3
@@ -380,9 +402,6 @@ _STEADY_SECONDS = 300.0
 
 _CLIENTS_SECONDS = 12.0
 """Time for which engines and tool servers are kept running while the samplers stop."""
-
-_REPEATED_SECONDS = 1.0
-"""Signals within this time are one request: a launcher such as ``timeout`` forwards a signal of its group."""
 
 _KILL_SECONDS = 5.0
 _MARKER = "AGENTRL_SUPERVISED_BY"

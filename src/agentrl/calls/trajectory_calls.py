@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 from agentrl.base.concurrency import end_tasks
+from agentrl.calls.journal import Journal
 from agentrl.calls.prompts import Budget, Chain, Prompt, answered_prefixes, prefix_digests, prompt_of
 from agentrl.calls.trace import end_model_call, model_call_span
 from agentrl.calls.turns import Tools, Turn, call_id_of, execute, images_of, message_of, parse
@@ -17,11 +19,20 @@ from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers.arguments import validate_call
 from agentrl.chat.parsers.parser import ToolCall
 from agentrl.config.schema import AgentConfig
-from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution
+from agentrl.documents.document import now, sanitize_bson
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    Event,
+    ToolExecution,
+    storable_arguments,
+    unpack_floats,
+    unpack_ids,
+)
 from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.status import ToolState
 from agentrl.documents.task import Claim
-from agentrl.errors import ContextFullError, TrajectoryError
-from agentrl.inference.engine import Engine, Progress
+from agentrl.errors import ContextFullError, ReplayError, TrajectoryError
+from agentrl.inference.engine import Engine, FinishReason, Generation, Progress
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoredCall
 from agentrl.tools.tool import Schema
@@ -41,11 +52,44 @@ class Hold(Protocol):
         ...
 
 
-class TrajectoryCalls:
-    """Makes the policy's calls of one trajectory, for all its roles.
+class Writes(Protocol):
+    """Stores model calls in the background: ``CallWriter``."""
 
-    A call is stored when it is finished: when its tools have run, or when its role goes on. Its index is its
-    place in the order of storing, so that indexes have no gap and a parent comes before its children.
+    def offer(self, call: Turn) -> None:
+        """Queue a call that is new or has changed; it may change again."""
+
+    async def write(self, call: Turn) -> None:
+        """Queue a call that changes no more. Waits while too many are queued."""
+
+    async def flush(self) -> None:
+        """Wait until every queued call is stored. Raises the error of a write."""
+
+
+class Steps(Protocol):
+    """The environment of a trajectory: ``EnvironmentSession``."""
+
+    @property
+    def state(self) -> ToolState:
+        """Return what it keeps between messages."""
+        ...
+
+    async def replay(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> int | None:
+        """Give stored messages to it again; return the index of the first that is answered otherwise."""
+        ...
+
+
+_LARGEST_EVENT = 2**20
+"""Characters of what ``Rollout.once`` keeps: more does not belong into the document of a model call."""
+
+_INTERRUPTED = (
+    "the call was interrupted after it had begun: it may have taken effect, and it is not made again"
+)
+
+
+class TrajectoryCalls:
+    """Makes the policy's calls of one trajectory, for all its roles, and keeps its journal.
+
+    A call is stored when it is made, and again when its tools have run. It is closed when its role goes on.
     """
 
     def __init__(
@@ -57,35 +101,63 @@ class TrajectoryCalls:
         engine: Engine,
         params: SamplingParams,
         seed: int,
-        write: Callable[[Turn], Awaitable[None]],
+        writer: Writes,
+        journal: Journal,
         images: Images,
         hold: Hold,
+        begin: Callable[[], None] = lambda: None,
+        environment: Steps | None = None,
     ) -> None:
-        """``write`` takes one finished model call to store; ``images`` has those of the messages.
+        """``writer`` stores model calls; ``journal`` has those of earlier owners; ``images`` the messages'.
 
         Every model call has its own sampling seed, derived from ``seed``, the task, the trajectory, the
-        attempt and the turn. With a batch-invariant engine the same run samples the same tokens again;
-        another attempt is another sample. ``hold`` repeats a call while the engines or a fixed model are
-        down.
+        attempt that began it and the turn. With a batch-invariant engine the same run samples the same tokens
+        again; a trajectory that begins anew is another sample. ``hold`` repeats a call while the engines or a
+        fixed model are down. ``begin`` is asked before a tool or an event that the journal does not have; it
+        raises if no call may begin.
         """
         self.chat_format = chat_format
         self.images = images
         self.hold = hold
-        self.turns = 0
-        """Model calls of all roles."""
-        self.scored_calls: list[ScoredCall] = []
-        """The stored model calls, by index, as a scorer gets them."""
+        self.journal = journal
+        self.attempt = claim.attempt
+        self.made: list[Turn] = []
+        """The model calls of all roles, by index."""
+        self._open: list[Turn] = []
+        self._adopted: list[ScoredCall] = []
+        self._early: list[Event] = []
+        """Events that came when no call could take them; the next one does."""
         self._task = claim.task
         self.record = claim.record_id
         """The id of the Record."""
-        self._seed = (seed, claim.task.id, claim.traj_id, claim.attempt)
+        self._seed = (seed, claim.task.id, claim.traj_id, claim.first_attempt)
         self._config = config
         self._engine = engine
         self._params = params
-        self._write = write
-        self._unstored: list[Turn] = []
+        self._writer = writer
+        self._begin = begin
+        self._environment = environment
+        self._lost: ReplayError | None = None
+        self._rebuilding = asyncio.Lock()
+        self._is_rebuilt = False
+        self._files_of: Tools | None = None
+        """The tools, once they are used, if they keep files."""
+        self._keeping: asyncio.Task[str | None] | None = None
         self._turn = asyncio.Lock()
-        self._storing = asyncio.Lock()
+
+    @property
+    def turns(self) -> int:
+        """Return the number of model calls of all roles."""
+        return sum(not call.dropped for call in self._adopted) if self._adopted else len(self.made)
+
+    @property
+    def scored_calls(self) -> list[ScoredCall]:
+        """Return the finished model calls, by index, as a scorer gets them."""
+        return self._adopted or [
+            ScoredCall.of(turn.response, turn.executions, turn.status, turn.role)
+            for turn in self.made
+            if turn.closed
+        ]
 
     @property
     def reads_images(self) -> bool:
@@ -108,70 +180,258 @@ class TrajectoryCalls:
         seed: tuple[object, ...] = (),
         progress: Progress | None = None,
     ) -> Turn:
-        """Sample the call behind ``prompt``; ``changes`` are sampling parameters for this call only.
+        """Return the call behind ``prompt``: the journal's, or a new one.
 
-        ``executions`` are the tool runs of its parent, ``seed`` names the call among those of its role.
-        ``progress`` receives the tokens while they are generated. Concurrent calls of one trajectory are made
-        one after the other.
+        ``changes`` are sampling parameters for this call only, ``executions`` the tool runs of its parent,
+        ``seed`` names the call among those of its role. ``progress`` receives the tokens while they are
+        generated. Concurrent calls of one trajectory are made one after the other.
         """
+        self._require_state()
+        if self.journal and (stored := await self.journal.call(role, prompt)) is not None:
+            # Do not wait between look-up and ``add``: calls come back in the order of their indexes.
+            generation = stored_generation(stored)
+            if progress is not None:
+                progress(0, generation.output_ids)
+            return self._parsed(prompt, generation, role, tools, self._params, executions, stored)
         # Make one call at a time: the session resumes one partial generation, and seeds count the turns.
         async with self._turn:
             params = self._params.replace(**changes).seeded(*self._seed, *(seed or (self.turns,)))
             params = self.budget.clamp(params, len(prompt.ids))
             images = await images_of(self.images, prompt.images)
+            self._keep_files()
             with model_call_span(self.record, params) as span:
                 generation = await self.hold(
                     lambda: self._engine.generate(
                         prompt.ids, params, progress, images, prompt.encoded, routed_from=prompt.routed_from
                     )
                 )
-                parsed = parse(self.chat_format, prompt, generation, tools)
-                response = message_of(parsed, call_id_of(self.turns))
-                end_model_call(span, generation, prompt.new_messages, response)
-                span.set({"agentrl.role": role, "agentrl.turn": self.turns + 1})
-            turn = Turn(
-                record=self.record, prompt=prompt, role=role, tools=tools, params=params,
-                generation=generation, parsed=parsed, response=response, read=executions,
-                text=self.chat_format.decode(generation.output_ids),
-            )  # fmt: skip
-            self.add(turn)
+                turn = self._parsed(prompt, generation, role, tools, params, executions)
+                end_model_call(span, generation, prompt.new_messages, turn.response)
+                span.set({"agentrl.role": role, "agentrl.turn": self.turns})
             return turn
 
-    def add(self, turn: Turn) -> None:
-        """Count a call that was made, and find its answer; ``store`` stores it."""
+    def _parsed(
+        self,
+        prompt: Prompt,
+        generation: Generation,
+        role: str | None,
+        tools: Sequence[Schema],
+        params: SamplingParams,
+        executions: Sequence[ToolExecution],
+        stored: DispatchedSamplingTask | None = None,
+    ) -> Turn:
+        parsed = parse(self.chat_format, prompt, generation, tools)
+        turn = Turn(
+            record=self.record, prompt=prompt, role=role, tools=tools, params=params,
+            generation=generation, parsed=parsed, response=message_of(parsed, call_id_of(self.turns)),
+            read=executions, text=self.chat_format.decode(generation.output_ids),
+        )  # fmt: skip
+        self.add(turn, stored)
+        return turn
+
+    def add(self, turn: Turn, stored: DispatchedSamplingTask | None = None) -> None:
+        """Count a call that was made or is ``stored``, and find its answer."""
         if turn.error is None:
             if not turn.is_cut:
                 turn.answer = extract_answer(turn.content, self._task.answer_schema)
             turn.settled = not turn.tool_calls
-        self.turns += 1
-        self._unstored.append(turn)
+        turn.index = len(self.made)
+        turn.attempt = self.attempt
+        self.made.append(turn)
+        self._open.append(turn)
+        if stored is not None:
+            turn.resume(stored)
+        if self._early:
+            turn.events += self._early
+            self._early = []
+            turn.change()
+        self._writer.offer(turn)
 
-    def adopt(self, calls: Sequence[DispatchedSamplingTask]) -> None:
-        """Take over the calls that a gateway made and stored."""
-        self.turns = len(calls)
-        self.scored_calls = [
-            ScoredCall.of(call.response, call.tool_executions, call.status, call.role) for call in calls
-        ]
+    def adopt(self, calls: Sequence[DispatchedSamplingTask], dropped: Collection[int]) -> None:
+        """Take over the calls that a gateway made and stored; ``dropped`` ones are no turns."""
+        self._adopted = [ScoredCall.of_document(call, dropped) for call in calls]
 
-    async def store(self, turn: Turn) -> None:
-        """Store a call, unless it is stored. It cannot change any more."""
-        async with self._storing:
-            if turn.index is not None:
-                return
-            self._unstored.remove(turn)
-            turn.index = len(self.scored_calls)
-            self.scored_calls.append(ScoredCall.of(turn.response, turn.executions, turn.status, turn.role))
-            await self._write(turn)
+    async def run_tool(self, turn: Turn | None, call: ToolCall, tools: Tools) -> ToolExecution:
+        """Run a valid tool call of ``turn`` and record it there; or return its run in the journal.
 
-    async def store_settled(self) -> None:
-        """Store the calls that have no tool call left to run."""
-        for turn in [turn for turn in self._unstored if turn.settled]:
-            await self.store(turn)
+        Raises ToolServerError for a lost server.
+        """
+        if turn is not None:
+            found = self.journal.execution(turn.journal, call.name, call.arguments)
+            if found is not None:
+                if not found.finished:
+                    found = replace(found, result=_INTERRUPTED, error=True)
+                    turn.change()
+                tools.recall(found)
+                turn.executions.append(found)
+                return found
+        # Ask before the note of an outside tool: noted, it counts as one that may have taken effect.
+        self._begin()
+        begun: ToolExecution | None = None
+        await self.rebuild(tools)
+        if turn is not None and tools.state_of(call.name) is ToolState.OUTSIDE:
+            begun = ToolExecution(
+                name=call.name, arguments=storable_arguments(call.arguments), result="", error=False,
+                seconds=0.0, started_at=now(), attempt=self.attempt, finished=False,
+            )  # fmt: skip
+            self._note(turn, begun)
+            # Store it before it begins: whoever goes on must know that it may have taken effect.
+            await self._writer.flush()
+        images = self.images if self.reads_images and turn is not None else None
+        execution = await execute(call, tools, images, self.attempt)
+        if turn is not None:
+            if begun is not None:
+                turn.executions.remove(begun)
+            self._note(turn, execution)
+        return execution
 
-    async def store_all(self) -> None:
-        """Store every call, in the order in which they were made."""
-        for turn in list(self._unstored):
-            await self.store(turn)
+    async def rebuild(self, tools: Tools) -> None:
+        """Make the state of tools and environment again, before the first call that needs it.
+
+        Raises ReplayError if a call ends otherwise than it did: then whatever the agent does raises it.
+        """
+        async with self._rebuilding:
+            self._require_state()
+            if not self._is_rebuilt:
+                await self._restore_files(tools)
+            await self._note_files()
+            while self.journal.done:
+                stored = self.journal.done.pop(0)
+                if isinstance(stored, ToolExecution):
+                    differs = await tools.replay([stored]) is not None
+                else:
+                    differs = await self._step_differs(stored)
+                if differs:
+                    what = stored.name if isinstance(stored, ToolExecution) else "the environment"
+                    self._lost = ReplayError(
+                        f"{what} answered a repeated call otherwise: its state is not what it was",
+                        hint="declare its state: docs/durable.md",
+                    )
+                    self._require_state()
+
+    async def _restore_files(self, tools: Tools) -> None:
+        """Give new sessions the files that are kept; the calls that had changed them are not made again."""
+        self._is_rebuilt = True
+        self._files_of = tools if tools.keeps_files else None
+        journal = self.journal
+        if journal.snapshot is None or not await tools.restore(journal.snapshot):
+            return
+
+        def is_kept(stored: ToolExecution | Event) -> bool:
+            if isinstance(stored, ToolExecution):
+                return tools.state_of(stored.name, stored.server) is ToolState.SNAPSHOT
+            return self._environment is not None and self._environment.state is ToolState.SNAPSHOT
+
+        before, after = journal.done[: journal.in_snapshot], journal.done[journal.in_snapshot :]
+        journal.done = [stored for stored in before if not is_kept(stored)] + after
+
+    def _keep_files(self) -> None:
+        """Begin to keep the files of tools while a model call is made."""
+        if self._files_of is None or self._keeping is not None:
+            return
+        # Leave parallel roles out: the tools of another one may run meanwhile.
+        if all(turn.role == self.made[0].role for turn in self.made):
+            self._keeping = asyncio.create_task(self._files_of.snapshot(), name=f"files of {self.record}")
+
+    async def _note_files(self) -> None:
+        """Note where the files are kept with the call whose tools begin now."""
+        if self._keeping is None or not self.made:
+            return
+        reference = await asyncio.shield(self._keeping)
+        self._keeping, taker = None, self.made[-1]
+        if reference is not None and not taker.closed:
+            taker.snapshot = reference
+            taker.change()
+            self._writer.offer(taker)
+
+    async def stop_keeping(self) -> None:
+        """End what is being kept: the trajectory is over."""
+        if self._keeping is not None:
+            await end_tasks(self._keeping)
+
+    async def _step_differs(self, step: Event) -> bool:
+        environment = self._environment
+        assert environment is not None  # the journal has steps of the task's environment alone
+        stored = [(step.arguments, step.result)]
+        return await self.hold(lambda: environment.replay(stored)) is not None
+
+    def _require_state(self) -> None:
+        """Raise the error of ``rebuild`` again: an agent may have taken it for a tool's."""
+        if self._lost is not None:
+            raise self._lost
+
+    def _note(self, turn: Turn, execution: ToolExecution) -> None:
+        turn.executions.append(execution)
+        turn.change()
+        self._writer.offer(turn)
+
+    async def event(
+        self, name: str, call: Callable[[], Awaitable[Any]], arguments: Any = None, turn: Turn | None = None
+    ) -> Any:
+        """Return what ``call`` returns, as the journal has it or will have it.
+
+        It is recorded with ``turn``, by default the latest call. Raises TrajectoryError for a value that
+        cannot be stored.
+        """
+        found = self.journal.event(name, arguments)
+        if found is not None:
+            return found.result
+        self._begin()
+        started_at, started = now(), time.monotonic()
+        result = sanitize_bson(await call())
+        size = len(json.dumps(result, default=str))
+        if size > _LARGEST_EVENT:
+            raise TrajectoryError(
+                f"what {name!r} returned has {size:,} characters as JSON, more than {_LARGEST_EVENT:,}",
+                hint="return what the trajectory needs of it",
+            )
+        event = Event(
+            name=name, arguments=arguments, result=result, started_at=started_at,
+            seconds=time.monotonic() - started, attempt=self.attempt,
+        )  # fmt: skip
+        taker = turn or (self.made[-1] if self.made else None)
+        if taker is None or taker.closed:
+            self._early.append(event)
+        else:
+            taker.events.append(event)
+            taker.change()
+            self._writer.offer(taker)
+        return result
+
+    async def close(self, turn: Turn) -> None:
+        """Store a call that cannot change any more, unless it is stored."""
+        if not turn.closed:
+            turn.closed = True
+            self._open.remove(turn)
+            await self._writer.write(turn)
+
+    async def close_settled(self) -> None:
+        """Close the calls that have no tool call left to run."""
+        for turn in [turn for turn in self._open if turn.settled]:
+            await self.close(turn)
+
+    async def close_all(self) -> None:
+        """Close every call, in the order in which they were made."""
+        self._require_state()
+        for turn in list(self._open):
+            await self.close(turn)
+
+
+def stored_generation(call: DispatchedSamplingTask) -> Generation:
+    """Return the generation of a stored model call."""
+    return Generation(
+        output_ids=tuple(unpack_ids(call.output_ids).tolist()),
+        logprobs=tuple(unpack_floats(call.logprobs).tolist()),
+        versions=call.versions,
+        finish_reason=cast("FinishReason", call.finish_reason),
+        prompt_tokens=call.prompt_tokens,
+        cached_tokens=call.cached_tokens,
+        seconds=call.generate_seconds,
+        engine_url=call.engine,
+        logprobs_of=call.logprobs_of,
+        sampling_mask=call.sampling_mask,
+        routing=call.routing,
+    )
 
 
 MakeProgress = Callable[[list[int]], Progress]
@@ -226,11 +486,9 @@ class Histories:
             if digest in self._known:
                 known, (before, chain, depth) = length, self._known[digest]
                 break
-        await self._calls.store_settled()
-        # Store the parent even if its tools still run: until then it has no id that the child could name.
+        await self._calls.close_settled()
         if before is not None and chain is not None:
-            await self._calls.store(before)
-            chain = replace(chain, call=before.id)
+            await self._calls.close(before)
         prompt = prompt_of(self._calls.chat_format, chain, known, messages, tools)
         budget = self._calls.budget
         if len(prompt.ids) > budget.prompt_limit:
@@ -261,8 +519,8 @@ class Histories:
         It is recorded with the answer whose tool call has this id.
         """
         turn = self._by_tool_call.get(call_id)
-        # Record runs with unstored calls only: frameworks may run a tool after its conversation went on.
-        if turn is not None and turn.index is not None:
+        # Record runs with open calls only: frameworks may run a tool after its conversation went on.
+        if turn is not None and turn.closed:
             turn = None
         call = ToolCall(name, dict(arguments))
         problem = validate_call(call, schemas)
@@ -270,10 +528,11 @@ class Histories:
             if turn is not None:
                 turn.refuse(problem)
             return f"Error: {problem}", True
-        execution = await execute(call, tools)
-        if turn is not None:
-            turn.executions.append(execution)
+        before = 0 if turn is None else len(turn.journal)
+        execution = await self._calls.run_tool(turn, call, tools)
+        if turn is not None and len(turn.journal) == before:
             turn.tool_seconds += execution.seconds
+            turn.change()
         return execution.text, execution.error
 
 
@@ -281,6 +540,9 @@ _INTERVAL_SECONDS = 0.05
 """Interval of the times at which all trajectories of the process write: their calls share a transaction.
 
 A call waits for one to two intervals."""
+
+_OPEN_SECONDS = 0.4
+"""Wait of a call whose tools may still run: most end before, and it is written once."""
 
 _BUSY_SECONDS = 0.01
 """Delay of a timer from which on the process is busy: what the next model calls wait for comes first."""
@@ -301,17 +563,18 @@ _LAST_SECONDS = 1.0
 class CallWriter:
     """Writes in order, while the process has nothing urgent to do, and nothing after an error.
 
-    ``write`` and ``flush`` raise that error.
-
-    An agent may suppress that error or raise another one; ``flush``, which comes before the score, raises the
-    original. Use it as an async context manager.
+    ``write`` and ``flush`` raise that error. An agent may suppress it or raise another one; ``flush``, which
+    comes before the score, raises the original. Use it as an async context manager.
     """
 
     def __init__(self, store: Store, claim: Claim) -> None:
         self._store = store
         self._claim = claim
-        self._queue: deque[Turn] = deque()
+        self._queue: dict[Turn, float] = {}
+        """Calls, and when they were queued (``time.monotonic``)."""
+        self._must_flush = False
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self._writer: asyncio.Task[None] | None = None
         self._written = asyncio.Event()
         self._error: Exception | None = None
@@ -320,18 +583,35 @@ class CallWriter:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if not self._queue:
-            return
-        writer = self._start()
-        await asyncio.wait([writer], timeout=_LAST_SECONDS)
-        await end_tasks(writer)
+        if self._queue:
+            self._must_flush = True
+            writer = self._start()
+            await asyncio.wait([writer], timeout=_LAST_SECONDS)
+            self._queue.clear()  # what the database did not take in time, the next owner makes again
+            await end_tasks(writer)
+
+    def offer(self, call: Turn) -> None:
+        """Queue a model call that is new or has changed, and may change again.
+
+        It is written after a moment, so that one whose tools are fast is written once.
+        """
+        if self._error is None and not call.is_written:
+            self._queue.setdefault(call, time.monotonic())
+            if self._writer is None and self._timer is None:
+                self._wait(_OPEN_SECONDS, time.monotonic() + _LONGEST_SECONDS)
 
     async def write(self, call: Turn) -> None:
-        """Queue one model call. Waits while too many are queued; raises the error of an earlier write."""
+        """Queue a model call that changes no more.
+
+        Waits while too many are queued; raises the error of an earlier write.
+        """
         self._check()
-        self._queue.append(call)
-        if self._writer is None and self._timer is None:
-            self._wait_until_idle(time.monotonic() + _LONGEST_SECONDS)
+        if call.is_written:
+            call.forget_stored()
+            return
+        self._queue.setdefault(call, time.monotonic())
+        if self._writer is None:
+            self._wait(_INTERVAL_SECONDS, time.monotonic() + _LONGEST_SECONDS)
         if len(self._queue) >= _MANY_QUEUED:
             self._start()
         while len(self._queue) > _MAX_QUEUED:
@@ -342,7 +622,8 @@ class CallWriter:
 
     async def flush(self) -> None:
         """Wait until every queued call is stored. Raises the error of a write."""
-        if self._queue:
+        while self._queue:
+            self._must_flush = True
             # Shield the writer: a cancelled trajectory still stores what is queued, in ``__aexit__``.
             await asyncio.shield(self._start())
         self._check()
@@ -351,19 +632,25 @@ class CallWriter:
         if self._error is not None:
             raise self._error
 
-    def _wait_until_idle(self, latest: float) -> None:
+    def _wait(self, seconds: float, latest: float) -> None:
         """Start writing at one of the process's times, when it is not busy or ``latest`` has passed."""
-        at = (time.monotonic() // _INTERVAL_SECONDS + 2) * _INTERVAL_SECONDS
+        at = ((time.monotonic() + seconds) // _INTERVAL_SECONDS + 1) * _INTERVAL_SECONDS
+        if self._timer is not None:
+            if self._timer_at <= at:
+                return
+            self._timer.cancel()
+        self._timer_at = at
         self._timer = asyncio.get_running_loop().call_later(
             at - time.monotonic(), self._start_if_idle, at, latest
         )
 
     def _start_if_idle(self, planned: float, latest: float) -> None:
+        self._timer = None
         now = time.monotonic()
         if now < planned + _BUSY_SECONDS or now >= latest:
             self._start()
         else:
-            self._wait_until_idle(latest)
+            self._wait(_INTERVAL_SECONDS, latest)
 
     def _start(self) -> asyncio.Task[None]:
         if self._timer is not None:
@@ -377,12 +664,19 @@ class CallWriter:
 
     async def _write_queued(self) -> None:
         try:
-            while self._queue:
-                calls = [call.document() for call in self._queue]
-                await self._store.model_calls.add(self._claim, *calls)
+            while turns := self._due():
+                changes = [turn.changes for turn in turns]
+                calls = [turn.document() for turn in turns]
+                added = [
+                    len(call.tool_executions) - turn.written_executions
+                    for turn, call in zip(turns, calls, strict=True)
+                ]
+                await self._store.model_calls.add(self._claim, *calls, new_executions=added)
                 # Take calls off the queue once they are stored: to ``flush``, an empty one means all are.
-                for _ in calls:
-                    self._queue.popleft().forget_stored()
+                for turn, call, seen in zip(turns, calls, changes, strict=True):
+                    turn.wrote(call, seen)
+                    if turn.is_written:
+                        self._queue.pop(turn, None)
                 self._written.set()
         except Exception as error:  # noqa: BLE001  ``write`` and ``flush`` raise it
             self._error = error
@@ -390,3 +684,15 @@ class CallWriter:
         finally:
             self._writer = None
             self._written.set()
+            if self._queue:
+                self._wait(_OPEN_SECONDS, time.monotonic() + _LONGEST_SECONDS)
+            else:
+                self._must_flush = False
+
+    def _due(self) -> list[Turn]:
+        """Return the calls to write now, in order: up to the first whose tools may end in a moment."""
+        if self._must_flush or len(self._queue) >= _MANY_QUEUED:
+            return list(self._queue)
+        latest = time.monotonic() - _OPEN_SECONDS
+        due = takewhile(lambda item: item[0].closed or item[1] <= latest, self._queue.items())
+        return [turn for turn, _ in due]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.base.user_code import contain_call, contain_errors
@@ -16,10 +16,11 @@ from agentrl.calls.trace import end_tool, tool_span
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers.arguments import validate_call
 from agentrl.chat.parsers.parser import ParsedMessage, ToolCall
-from agentrl.documents.document import replace_surrogates, sanitize_bson
+from agentrl.documents.document import now, replace_surrogates, sanitize_bson
 from agentrl.documents.images import Image, ImageSpan, Part
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
+    Event,
     FixedModelCall,
     ToolExecution,
     pack_floats,
@@ -29,31 +30,29 @@ from agentrl.documents.model_call import (
     strip_tool_results,
 )
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.status import CallStatus
+from agentrl.documents.status import CallStatus, ToolState
 from agentrl.errors import ToolServerError, TrajectoryError
 from agentrl.inference.engine import Generation
-from agentrl.tools.tool import Schema, ToolResult, schema_name
+from agentrl.tools.tool import Schema, ToolResult, schema_name, stored_text
 
 if TYPE_CHECKING:
     from agentrl.store.model_calls import Images
 
 
-_NOT_SHOWN = re.compile(r"(\[image, [^\]\n]{1,200}); not shown\]")
-"""The description of an image that the model sees behind the text."""
-
-
 # Compare by identity: two calls compared field by field would compare all their ids.
 @dataclass(slots=True, kw_only=True, eq=False)
 class Turn:
-    """One model call, until it is stored: its tools may still run.
+    """One model call: its tools may still run, and its document is written again when they have.
 
     A turn that was cut (``finish_reason`` ``length``) has neither an answer nor tool calls. One with a
     malformed call (``error``) has no answer: ``content`` holds the call, whose arguments do not count.
     """
 
     record: str
-    index: int | None = None
-    """Its index among the stored calls; None until it is stored."""
+    index: int = 0
+    """Its index among the calls of the trajectory, in the order in which they were made."""
+    attempt: int | None = None
+    """The claim that made it."""
     prompt: Prompt
     role: str | None
     tools: Sequence[Schema]
@@ -76,7 +75,25 @@ class Turn:
     tool_seconds: float = 0.0
     settled: bool = False
     """Whether no tool call is left to run."""
+    closed: bool = False
+    """Whether nothing can be added any more: the trajectory has gone on."""
+    events: list[Event] = field(default_factory=list)
+    snapshot: str | None = None
     fixed: FixedModelCall | None = None
+    changed_at: datetime = field(default_factory=now)
+    """When it was made, or its last tool ended."""
+    stored: DispatchedSamplingTask | None = None
+    """Its document, if it is a call of an earlier owner."""
+    journal: list[ToolExecution] = field(default_factory=list)
+    """Runs of its tools under earlier owners that nobody has asked for again."""
+    changes: int = 0
+    """How often it has changed since it was made."""
+    written: int | None = None
+    """``changes`` when its document was written; None: it was not."""
+    revision: int = 0
+    """How often its document was written again."""
+    written_executions: int = 0
+    """The tool runs that its document has."""
 
     @property
     def content(self) -> str:
@@ -120,8 +137,18 @@ class Turn:
 
     @property
     def id(self) -> str:
-        """Return the id of its document, once it has an index."""
-        return f"{self.record}/{self.index or 0}"
+        """Return the id of its document."""
+        return f"{self.record}/{self.index}"
+
+    @property
+    def is_written(self) -> bool:
+        """Return whether its document has all that it has."""
+        return self.written == self.changes
+
+    def change(self) -> None:
+        """Note that its document must be written again."""
+        self.changes += 1
+        self.changed_at = now()
 
     @property
     def status(self) -> CallStatus:
@@ -146,21 +173,50 @@ class Turn:
 
         Prompts grow, and the routing of a long answer has megabytes. Its ids stay: the next prompt has them.
         """
+        self.stored = None
         self.prompt = Prompt(ids=[], context_ids=[], messages=(), new_messages=())
         self.generation = replace(self.generation, routing=b"", sampling_mask=b"", logprobs=())
 
+    def resume(self, stored: DispatchedSamplingTask) -> None:
+        """Go on with a call of an earlier owner, whose document has what came after it."""
+        self.stored = stored
+        self.journal = list(stored.tool_executions)
+        self.problem = stored.error
+        self.events = list(stored.events)
+        self.snapshot = stored.snapshot
+        self.tool_seconds = stored.tool_seconds
+        self.changed_at = stored.created_at
+        self.written, self.revision = self.changes, stored.revision
+        self.written_executions = len(stored.tool_executions)
+
+    def wrote(self, document: DispatchedSamplingTask, changes: int) -> None:
+        """Note that its document was written, as it was after ``changes``."""
+        self.written, self.revision = changes, document.revision
+        self.written_executions = len(document.tool_executions)
+        if self.closed and self.is_written:
+            self.forget_stored()
+
     def refuse(self, problem: str) -> str:
         """Keep the first problem of the format; return the text that the model reads."""
-        self.problem = self.problem or problem
+        if self.problem is None:
+            self.problem = problem
+            self.changes += 1
         return f"Error: {problem}"
 
     def document(self) -> DispatchedSamplingTask:
         """Return the document of this call."""
+        if self.stored is not None:
+            # Change what came after it alone: its ids and what made them are an earlier owner's.
+            return replace(
+                self.stored, status=self.status, tool_executions=(*self.executions, *self.journal),
+                events=tuple(self.events), snapshot=self.snapshot, error=self.problem,
+                tool_seconds=self.tool_seconds, created_at=self.changed_at, revision=self.revision + 1,
+            )  # fmt: skip
         generation, prompt = self.generation, self.prompt
         return DispatchedSamplingTask(
             id=self.id,
             record=self.record,
-            index=self.index or 0,
+            index=self.index,
             role=self.role,
             parent=prompt.parent,
             follows=prompt.follows,
@@ -168,9 +224,12 @@ class Turn:
             opens_branch=prompt.opens_branch,
             fixed=self.fixed,
             status=self.status,
-            messages=tuple(map(storable_message, strip_tool_results(prompt.new_messages, self.read))),
+            messages=stored_messages(prompt.new_messages, self.read),
             response=storable_message(self.response),
             tool_executions=tuple(self.executions),
+            events=tuple(self.events),
+            snapshot=self.snapshot,
+            revision=self.revision + 1 if self.written is not None else 0,
             # Store the schemas at a branch's beginning only: calls that continue it are offered the same.
             tools=None if prompt.parent else tuple(map(sanitize_bson, self.tools)),
             error=self.problem,
@@ -180,9 +239,11 @@ class Turn:
             generated_tokens=len(generation.output_ids),
             cached_tokens=generation.cached_tokens,
             engine=generation.engine_url,
+            attempt=self.attempt,
             sampling_params=sanitize_bson(self.fixed.params if self.fixed else self.params.to_request()),
             generate_seconds=generation.seconds,
             tool_seconds=self.tool_seconds,
+            created_at=self.changed_at,
             context_ids=pack_ids(prompt.context_ids),
             output_ids=pack_ids(generation.output_ids),
             logprobs=pack_floats(generation.logprobs),
@@ -191,6 +252,11 @@ class Turn:
             routing=generation.routing,
             images=prompt.context_images,
         )
+
+
+def stored_messages(messages: Sequence[Message], read: Sequence[ToolExecution]) -> tuple[dict[str, Any], ...]:
+    """Return new messages as the document of a call has them; ``read`` are the tool runs of its parent."""
+    return tuple(map(storable_message, strip_tool_results(messages, read)))
 
 
 def parse(
@@ -281,8 +347,33 @@ class Tools(Protocol):
         """Run one tool."""
         ...
 
+    def state_of(self, name: str, server: str | None = None) -> ToolState:
+        """Return what a tool keeps between its calls; ``server`` is the one that a stored call names."""
+        ...
+
+    def recall(self, execution: ToolExecution) -> None:
+        """Count the reward of a stored call that is not made again."""
+        ...
+
+    async def replay(self, executions: Sequence[ToolExecution]) -> int | None:
+        """Make stored calls of tools with state again; return the index of the first that ends otherwise."""
+        ...
+
+    @property
+    def keeps_files(self) -> bool:
+        """Return whether ``snapshot`` may keep something."""
+        ...
+
+    async def snapshot(self) -> str | None:
+        """Keep the files of tools as they are now; return the reference to them, None if none are kept."""
+        ...
+
+    async def restore(self, reference: str) -> bool:
+        """Restore the files of a snapshot in new sessions; return False if it is not there."""
+        ...
+
     async def rewards(self) -> dict[str, dict[str, Any]]:
-        """Return the rewards that tools give, by tool."""
+        """Return the rewards that tools give, by tool; those for a state need its calls ``replay``ed."""
         ...
 
 
@@ -290,14 +381,13 @@ async def run_tool_calls(
     turn: Turn,
     tools: Tools,
     schemas: Sequence[Schema],
-    images: Images | None = None,
+    run: Callable[[ToolCall], Awaitable[ToolExecution]],
 ) -> list[Message]:
-    """Run the tool calls of ``turn`` in parallel; record them in it, and return one message per call,
-    both in the order of the calls.
+    """Run the tool calls of ``turn`` in parallel; return one message per call, in the order of the calls.
 
-    A malformed tool call is not run: its message says what is wrong. An error that a tool reports is a
-    result. Raises ToolServerError if a server is lost; the other calls of the turn are recorded. Images of
-    results are stored in ``images``; without it the model reads text only, and the text says what is missing.
+    ``run`` runs a valid one and records it in ``turn``, whose runs are then in the same order. A malformed
+    tool call is not run: its message says what is wrong. An error that a tool reports is a result. Raises
+    ToolServerError if a server is lost; the other calls of the turn are recorded.
     """
     ids = [call["id"] for call in turn.response.get("tool_calls", ())]
     if {call.name for call in turn.tool_calls} - set(map(schema_name, schemas)):
@@ -306,27 +396,36 @@ async def run_tool_calls(
     valid = [call for call, problem in zip(turn.tool_calls, problems, strict=True) if problem is None]
     results: Sequence[ToolExecution | BaseException]
     if len(valid) == 1:  # a task would cost more than many a tool
-        results = [await execute(valid[0], tools, images)]
+        results = [await run(valid[0])]
     else:
         # Let all calls end: a task group would cancel the others, which may have taken effect unrecorded.
-        runs = (execute(call, tools, images) for call in valid)
-        results = await asyncio.gather(*runs, return_exceptions=True)
-    turn.executions += [result for result in results if isinstance(result, ToolExecution)]
+        results = await asyncio.gather(*map(run, valid), return_exceptions=True)
+        order = {id(result): place for place, result in enumerate(results)}
+        turn.executions.sort(key=lambda execution: order.get(id(execution), -1))
+    texts = []
     for result in results:
         if isinstance(result, BaseException):
             raise result
-    texts = iter(turn.executions[len(turn.executions) - len(valid) :])
+        texts.append(result.content)
+    shown = iter(texts)
     messages = []
     for call, call_id, problem in zip(turn.tool_calls, ids, problems, strict=True):
-        content = next(texts).content if problem is None else turn.refuse(problem)
+        content = next(shown) if problem is None else turn.refuse(problem)
         messages.append(_tool_message(content, call.name, call_id))
     if turn.error is not None:
         messages.append(_tool_message(turn.refuse(turn.error), None, None))
     return messages
 
 
-async def execute(call: ToolCall, tools: Tools, images: Images | None = None) -> ToolExecution:
-    """Run one valid tool call; store the images of its result. Raises ToolServerError for a lost server."""
+async def execute(
+    call: ToolCall, tools: Tools, images: Images | None = None, attempt: int | None = None
+) -> ToolExecution:
+    """Run one valid tool call; store the images of its result. Raises ToolServerError for a lost server.
+
+    Images of results are stored in ``images``; without it the model reads text only, and the text says what
+    is missing.
+    """
+    started_at = now()
     with tool_span(call) as span:
         result = await contain_errors(
             lambda: tools.call(call.name, call.arguments), f"tool {call.name}", ToolServerError
@@ -334,17 +433,18 @@ async def execute(call: ToolCall, tools: Tools, images: Images | None = None) ->
         shown = () if images is None else result.images
         if shown and images is not None:
             await images.put(*shown)
-        text = _NOT_SHOWN.sub(r"\1]", result.text, count=len(shown)) if shown else result.text
         execution = ToolExecution(
             name=call.name,
             arguments=storable_arguments(call.arguments),
-            result=str(replace_surrogates(text)),
+            result=stored_text(result.text, len(shown)),
             error=result.error,
             seconds=result.seconds,
             server=result.server,
             reward=result.reward,
             condensed=result.condensed,
             images=tuple(image.ref for image in shown),
+            started_at=started_at,
+            attempt=attempt,
         )
         end_tool(span, execution)
     return execution

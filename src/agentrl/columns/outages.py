@@ -12,10 +12,13 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.base.concurrency import Backoff, Deadline
 from agentrl.calls.turns import Tools
+from agentrl.documents.model_call import ToolExecution
+from agentrl.documents.status import ToolState
 from agentrl.errors import (
     DATABASE,
     ENGINES,
@@ -314,6 +317,11 @@ class Clock:
         finally:
             self._limits.remove(limit)
 
+    def spend(self, seconds: float) -> None:
+        """Let the limits have begun ``seconds`` earlier."""
+        for limit in self._limits:
+            limit.spend(seconds)
+
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Stop the clock in the block. Blocks of parallel calls may overlap."""
@@ -508,6 +516,31 @@ class HeldTools:
         if not result.error:
             self._outages.breaker(tool_server(result.server)).succeeded()
         return result
+
+    def state_of(self, name: str, server: str | None = None) -> ToolState:
+        return self._tools.state_of(name, server)
+
+    def recall(self, execution: ToolExecution) -> None:
+        self._tools.recall(execution)
+
+    async def replay(self, executions: Sequence[ToolExecution]) -> int | None:
+        """Make stored calls again; each waits while its server is down."""
+        for index, execution in enumerate(executions):
+            # Hold one at a time: what is repeated after an outage must not make the calls before it again.
+            again = partial(self._tools.replay, (execution,))
+            if await self._outages.hold(again, self._clock) is not None:
+                return index
+        return None
+
+    @property
+    def keeps_files(self) -> bool:
+        return self._tools.keeps_files
+
+    async def snapshot(self) -> str | None:
+        return await self._tools.snapshot()
+
+    async def restore(self, reference: str) -> bool:
+        return await self._outages.hold(partial(self._tools.restore, reference), self._clock)
 
     async def rewards(self) -> dict[str, dict[str, Any]]:
         return await self._outages.hold(self._tools.rewards, self._clock)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
@@ -34,9 +35,6 @@ FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS = 2.0, 8.0
 
 It doubles with each look that finds nothing.
 """
-
-GRACE_SECONDS = 5.0
-"""Time for the work on claims to finish after a stop signal."""
 
 _CANCEL_SECONDS = 5.0
 """Time for cancelled tasks to end."""
@@ -140,16 +138,22 @@ class Pool(Generic[C]):
         """Look for work now, and often for a while."""
         self._woken.set()
 
-    async def run(self, stop: asyncio.Event, *jobs: Coroutine[Any, Any, None]) -> None:
+    async def run(
+        self,
+        stop: asyncio.Event,
+        *jobs: Coroutine[Any, Any, None],
+        at_once: asyncio.Event | None = None,
+    ) -> None:
         """Fill until ``stop`` or until the filler is done, with ``jobs`` beside it; then hand back the rest.
 
-        Raises the error of work on a claim and of a job, after the claims are released.
+        ``at_once`` is that of ``release``. Raises the error of work on a claim and of a job, after the claims
+        are released.
         """
         async with self.renewing(*jobs):
             try:
                 await self.work(stop)
             finally:
-                await self.release()
+                await self.release(at_once)
 
     async def work(self, stop: asyncio.Event) -> None:
         """Claim and start work until ``stop`` or until the filler is done; end with claims still held."""
@@ -278,17 +282,29 @@ class Pool(Generic[C]):
             self._running.pop(task, None)
         return cancelled
 
-    async def release(self, grace_seconds: float | None = None) -> bool:
-        """Let the work finish for ``grace_seconds`` (``GRACE_SECONDS``), then cancel it; release all claims.
+    async def release(self, at_once: asyncio.Event | None = None) -> bool:
+        """Let work end for ``drain_seconds``, or until ``at_once``; then cancel it, and release all claims.
 
-        Every part is bounded: if the database is unavailable, the leases expire instead. Returns whether the
-        claims were released.
+        The claim of work that cancels itself is released when it does. Every part is bounded: if the database
+        is unavailable, the leases expire instead. Returns whether the claims were released.
         """
-        if self._running:
-            grace = GRACE_SECONDS if grace_seconds is None else grace_seconds
-            await asyncio.wait(list(self._running), timeout=grace)
-        left = await self.cancel([claim.record_id for claim in self.claims])
+        left = await self._drain(at_once or asyncio.Event())
+        left += await self.cancel([claim.record_id for claim in self.claims])
         return await bounded(self._release([*left, *self._unusable]))
+
+    async def _drain(self, at_once: asyncio.Event) -> list[C]:
+        """Wait for the end of all work; release what cancels itself. Return what could not be released."""
+        failed: list[C] = []
+        until = time.monotonic() + self._config.drain_seconds
+        while True:
+            stopped = [self._running.pop(task) for task in list(self._running) if task.cancelled()]
+            if not await bounded(self._release(stopped)):
+                failed += stopped
+            unfinished = [task for task in self._running if not task.done()]
+            seconds = until - time.monotonic()
+            if not unfinished or seconds <= 0 or at_once.is_set():
+                return failed
+            await wait_for_any(at_once, tasks=unfinished, timeout=seconds)
 
     async def _release(self, claims: Sequence[C]) -> None:
         if not claims:
@@ -307,6 +323,12 @@ class Pool(Generic[C]):
 def owner_name() -> str:
     """Return a unique, readable name of this process for claims."""
     return f"{describe_process_id()}-{uuid.uuid4().hex[:6]}"
+
+
+def host_of(owner: str) -> str | None:
+    """Return the host of the process that ``owner_name`` named; None for another name."""
+    found = re.fullmatch(r"(.+)-\d+-[0-9a-f]{6}", owner)
+    return None if found is None else found[1]
 
 
 async def bounded(work: Coroutine[Any, Any, None]) -> bool:

@@ -175,12 +175,14 @@ async def score(configs: Configs, split: str, *, until_empty: bool) -> int:
     """Score until a signal, or with ``until_empty`` until nothing waits; return how many got a score."""
     run = configs[RunConfig]
     import_modules(configs[TaskConfig].imported_modules)
-    stop = stop_on_signals()
+    at_once = asyncio.Event()
+    stop = stop_on_signals(at_once)
     with retry_outages(run.db_wait_seconds, stop):
         async with await open_existing(run) as store:
             return await score_queued(
-                store, configs[SamplingConfig], configs[ClaimConfig], split, stop, until_empty=until_empty
-            )
+                store, configs[SamplingConfig], configs[ClaimConfig], split, stop, until_empty=until_empty,
+                at_once=at_once,
+            )  # fmt: skip
 
 
 async def score_queued(
@@ -191,6 +193,7 @@ async def score_queued(
     stop: asyncio.Event,
     *,
     until_empty: bool,
+    at_once: asyncio.Event | None = None,
 ) -> int:
     """Score what waits for a score in ``split``; return how many trajectories got one."""
     allow(await store.imports.paths())
@@ -201,7 +204,7 @@ async def score_queued(
     pool = Pool(store, scores, claims, sampling.max_concurrent_scorings)
     outages.changed = pool.wake
     try:
-        await pool.run(stop, report_outages(store, lambda: outages.open, owner))
+        await pool.run(stop, report_outages(store, lambda: outages.open, owner), at_once=at_once)
     finally:
         outages.close()
     return pool.filled

@@ -362,8 +362,11 @@ class TeacherColumn:
         self._outages = Outages()
         self._breaker = self._outages.breaker(Dependency(DependencyKind.TEACHER, self.teaching.name))
 
-    async def run(self, stop: asyncio.Event, concurrency: int) -> int:
-        """Fill until ``stop``, or until nothing waits; return how many Records were filled."""
+    async def run(self, stop: asyncio.Event, concurrency: int, at_once: asyncio.Event | None = None) -> int:
+        """Fill until ``stop``, or until nothing waits; return how many Records were filled.
+
+        ``at_once`` is that of ``Pool.release``.
+        """
         pool = Pool(self.store, self, self.claims, concurrency)
         self._outages.changed = pool.wake
 
@@ -373,7 +376,8 @@ class TeacherColumn:
                     pool.wake()
 
         try:
-            await pool.run(stop, report_outages(self.store, lambda: self._outages.open, self._owner), watch())
+            reports = report_outages(self.store, lambda: self._outages.open, self._owner)
+            await pool.run(stop, reports, watch(), at_once=at_once)
         finally:
             self._outages.close()
         return pool.filled
@@ -478,7 +482,8 @@ _BEGIN_SECONDS = 60.0
 async def teach(configs: Configs, *, until_empty: bool) -> int:
     """Fill until a signal, or with ``until_empty`` until nothing waits; return how many were filled."""
     run, flags = configs[RunConfig], configs[TeacherConfig]
-    stop = stop_on_signals()
+    at_once = asyncio.Event()
+    stop = stop_on_signals(at_once)
     if configs[ModelConfig].model_name_or_path is None:
         raise ConfigError("--model_name_or_path is missing", hint="give the folder of the student's model")
     engine = await asyncio.to_thread(_open, flags)
@@ -490,7 +495,7 @@ async def teach(configs: Configs, *, until_empty: bool) -> int:
                     store=store, teaching=teaching, claims=configs[ClaimConfig], name=flags.teacher_name,
                     until_empty=until_empty,
                 )  # fmt: skip
-                return await column.run(stop, flags.teacher_concurrency)
+                return await column.run(stop, flags.teacher_concurrency, at_once)
     finally:
         await engine.close()
 

@@ -18,6 +18,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "retract": ("agentrl.lab.lab_cli:retract", "withdraw trajectories and tasks from a run, everywhere"),
     "serve": ("agentrl.cli.services:serve", "run one inference engine that follows the published weights"),
     "sample": ("agentrl.cli.services:sample", "a sampler: claims, runs and scores trajectories"),
+    "samplers": ("agentrl.cli.samplers", "the samplers of a run: list them, drain some"),
     "gateway": ("agentrl.cli.services:gateway", "model APIs in front of rollouts, for any agent"),
     "score": ("agentrl.cli.services:score", "scores sampled trajectories that wait for a score"),
     "teach": ("agentrl.cli.services:teach", "a teacher: fills in its logprobs of sampled trajectories"),
@@ -100,6 +101,14 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
     "agentrl sample": (
         "agentrl sample --run_name math --train_file tasks.jsonl --model_name_or_path models/Qwen3-0.6B",
         "agentrl sample --config run.yaml --target_concurrency 4",
+    ),
+    "agentrl samplers": (
+        "agentrl samplers --run_name math",
+        "agentrl samplers drain node7-4242-1f0c9a --run_name math --wait_seconds 60",
+    ),
+    "agentrl samplers drain": (
+        "agentrl samplers drain node7-4242-1f0c9a --run_name math",
+        "agentrl samplers drain 'node7-*' --run_name math --wait_seconds 60",
     ),
     "agentrl gateway": (
         "agentrl gateway --run_name math --model_name_or_path models/Qwen3-0.6B",

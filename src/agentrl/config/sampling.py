@@ -223,6 +223,19 @@ class ContainerConfig(Flags):
         " the sandbox, which has no other than the host's, refuses these tasks",
     )
 
+    snapshot_mb: int = flag(
+        256,
+        "largest archive of what a trajectory has changed in its container; it is kept after each turn, and"
+        " another sampler goes on from there (0: keep none, and run the commands again)",
+        within="[0, inf)",
+        unit="MiB",
+    )
+    snapshots_to: str | None = flag(
+        None,
+        "folder, s3:// or gs:// URL of these archives, the same for all samplers of the run (default:"
+        " snapshots in --output_dir)",
+    )
+
     @cached_property
     def roots(self) -> Mapping[str, str]:
         """``--rootfs`` as {name: path}; the name of one for every image is empty."""
@@ -414,6 +427,15 @@ class ClaimConfig(Flags):
         "delay before the second attempt to sample or to score; doubles with each further one",
         within="(0, inf)",
         unit="seconds",
+    )
+    # Not more: with the 15 s to cancel, release and finalize it fits 30 s, the grace of Kubernetes and Slurm.
+    drain_seconds: float = flag(
+        10.0,
+        "how long model calls, tool calls and scorings that run may go on after SIGTERM or `agentrl samplers"
+        " drain`; a second signal ends them at once",
+        within="[0, inf)",
+        unit="seconds",
+        per_process=True,
     )
 
     @property

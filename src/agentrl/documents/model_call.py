@@ -357,6 +357,11 @@ class ToolExecution(Document):
     """Set if the browse agent was called; ``result`` is the text that the policy read."""
     images: tuple[ImageRef, ...] = ()
     """The images that the tool returned and the model reads, behind the text."""
+    started_at: datetime | None = None
+    attempt: int | None = None
+    """The claim that ran it: one of ``Record.owners``."""
+    finished: bool = True
+    """False: its owner died or lost it before it ended, so that it may have taken effect."""
 
     @property
     def text(self) -> str:
@@ -370,6 +375,28 @@ class ToolExecution(Document):
             return self.text
         text = [{"type": "text", "text": self.text}] if self.text else []
         return [*text, *(image.part() for image in self.images)]
+
+
+STEP: Final = "step"
+"""The name of the events that are answers of an environment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event(Document):
+    """What a trajectory learned other than by a model or a tool: an environment's answer, or an agent's own.
+
+    ``name`` is ``step`` or the name that the agent gave to ``Rollout.once``.
+    """
+
+    name: str
+    arguments: Any = None
+    """What the environment was told."""
+    result: Any
+    """What came back, as ``storable_value`` wrote it."""
+    started_at: datetime
+    seconds: float
+    attempt: int
+    """The claim that it happened under: one of ``Record.owners``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,6 +445,12 @@ class DispatchedSamplingTask(Root):
     response: dict[str, Any]
     """The assistant message: ``content``, ``tool_calls``; see ``storable_message``."""
     tool_executions: tuple[ToolExecution, ...] = ()
+    events: tuple[Event, ...] = ()
+    """What happened after it, until the next model call; of the first call also what happened before it."""
+    snapshot: str | None = None
+    """Where the files of tools are kept as they were when its own tools began; None: they are not."""
+    revision: int = 0
+    """How often it was written again, because its tools had ended or something had happened."""
     tools: tuple[dict[str, Any], ...] | None = None
     """The tool schemas offered; stored only in calls without a parent."""
     error: str | None = None
@@ -427,6 +460,8 @@ class DispatchedSamplingTask(Root):
     generated_tokens: int
     cached_tokens: int = 0
     engine: str
+    attempt: int | None = None
+    """The claim that made it: one of ``Record.owners``."""
     sampling_params: dict[str, Any] = field(default_factory=dict)
     generate_seconds: float
     tool_seconds: float = 0.0
@@ -483,10 +518,11 @@ def storable_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a chat message with the arguments of tool calls as objects; inverse of ``storable_message``."""
-    return _with_arguments(message, _read_arguments)
+    return _with_arguments(message, read_arguments)
 
 
-def _read_arguments(given: Any) -> Any:
+def read_arguments(given: Any) -> Any:
+    """Return the arguments of a tool call as they were given; inverse of ``storable_arguments``."""
     try:
         return json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):

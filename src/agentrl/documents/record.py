@@ -1,4 +1,4 @@
-"""Record: one attempt at one trajectory, with its columns, its base URL, and what people say of it."""
+"""Record: one trajectory with its owners, with its columns, its base URL, and what people say of it."""
 
 from __future__ import annotations
 
@@ -242,11 +242,15 @@ class GatewaySession(Root):
     task: str
     traj_id: int
     attempt: int
+    begun: int | None = None
+    """The attempt that began the Record; None: this one."""
     owner: str
     """The owner of the claim; the URL is dead when its lease ends."""
     models: tuple[str, ...]
     """The names, and patterns such as ``claude-*``, by which a request may name the policy."""
     max_calls: int
+    volatile: tuple[str, ...] = ()
+    """Regular expressions of text that may differ when a later owner's program sends the same request."""
     created_at: datetime = field(default_factory=now)
     closed_at: datetime | None = None
     stopped_by: str | None = None
@@ -261,11 +265,14 @@ class GatewaySession(Root):
 class GatewayCall(Root):
     """One request and its model call. ``id`` is ``record:digest:number``.
 
-    ``digest`` identifies retries: of the idempotency key if there is one, else of the body.
+    ``digest`` identifies retries: of the idempotency key if there is one, else of the body. That of a later
+    owner's request ends in ``.`` and its attempt.
     """
 
     id: str
     record: str
+    attempt: int
+    """The claim under which it came: one of ``Record.owners``."""
     digest: str
     number: int
     answer_id: str
@@ -279,8 +286,21 @@ class GatewayCall(Root):
     """``_id`` of the model call."""
     after: str | None = None
     """Digest of the conversation with the answer; a request that continues it has the same prefix."""
+    key: str | None = None
+    """Digest of what the answered request asked for, without volatile text; the same key, the same answer."""
+    replays: str | None = None
+    """The earlier owner's request whose answer it got; None: its own was sampled."""
+    replayed_in: int | None = None
+    """The latest attempt under which a request got its answer again."""
+    replayed_by: str | None = None
+    """That request."""
     created_at: datetime = field(default_factory=now)
     finished_at: datetime | None = None
+
+    @property
+    def place(self) -> str:
+        """Return its place among the trajectory's requests, the same for every owner: seeds depend on it."""
+        return f"{self.record}:{self.digest.partition('.')[0]}:{self.number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,8 +381,30 @@ class Failure(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ownership(Document):
+    """The time in which one claim sampled a trajectory, and what it took over from those before."""
+
+    owner: str
+    attempt: int
+    since: datetime = field(default_factory=now)
+    until: datetime | None = None
+    ended: str | None = None
+    """Why it ended before the trajectory: ``released``, ``lease`` or ``restarted``; None otherwise."""
+    replayed: int = 0
+    """Model calls that came from the journal."""
+    tokens: int = 0
+    """Generated tokens that it did not have to sample again."""
+    tool_seconds: float = 0.0
+    """Seconds of tools that it did not have to run again."""
+    diverged_at: int | None = None
+    """Index of the first model call that differed from the journal; None: none did."""
+    dropped: int = 0
+    """Model calls from there on, which went to the Record of this attempt; they are not trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Record(Root):
-    """One attempt at one trajectory.
+    """One trajectory, from the attempt that began it over all owners that went on with it.
 
     A scored Record has a score, a failed one a failure, and a released one neither. ``min_version`` and
     ``max_version`` are the lowest and highest policy version of the generated tokens.
@@ -410,12 +452,21 @@ class Record(Root):
     min_version: int | None = None
     max_version: int | None = None
     owner: str | None = None
+    fence: int | None = None
+    """The attempt of the claim that may write it; lower ones are refused."""
+    owners: tuple[Ownership, ...] = ()
+    """Who sampled it, in order."""
     partial: PartialGeneration | None = None
-    """The tokens of a released Record's unfinished model call; the next attempt resumes it."""
+    """The tokens of a released Record's unfinished model call; the next owner resumes it."""
     train_rule: str | None = None
     """Which branches of a gateway's trajectory are trained: main, agent, all, or module:function."""
     untrained_calls: tuple[int, ...] = ()
-    """Indexes of the model calls that ``train_rule`` leaves out."""
+    """Indexes of the model calls that ``train_rule`` leaves out, and of the dropped ones."""
+    dropped_calls: tuple[int, ...] = ()
+    """Indexes of a gateway's model calls for which the program of its last owner did not ask again.
+
+    Their branch is neither scored nor trained; ``traj`` and the counts above have them.
+    """
     reported_reward: ReportedReward | None = None
     """The reward that the agent reported through its gateway; at the end it becomes ``agent_score``."""
     harness: HarnessRun | None = None
@@ -442,6 +493,11 @@ class Record(Root):
     def shown_status(self) -> str:
         """The status that people read: ``trained`` in place of ``ready`` once a step trained it."""
         return shown_status(self.status, self.trained_count)
+
+    @property
+    def kept_turns(self) -> int:
+        """``turns`` without the dropped model calls."""
+        return self.turns - len(self.dropped_calls)
 
     @property
     def first_scored_at(self) -> datetime | None:

@@ -423,6 +423,26 @@ class InferenceService(Root):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerProcess(Root):
+    """One running sampler: it renews ``heartbeat``, and deletes this document when it ends.
+
+    Its claims are the slots whose owner is ``id``. Times are the server's.
+    """
+
+    id: str
+    host: str
+    pid: int
+    started_at: datetime
+    heartbeat: datetime
+    asked_at: datetime | None = None
+    """When it was asked to drain: to let its running calls end, release what it holds, and end."""
+    asked_by: str | None = None
+    """The user and the host of who asked."""
+    draining_at: datetime | None = None
+    """When it began to drain, because of that or of a signal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outage(Root):
     """One outage. It goes on while ``ended_at`` is None and its process refreshes ``seen_at``."""
 

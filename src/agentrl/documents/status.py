@@ -46,7 +46,7 @@ class RecordStatus(StrEnum):
     READY = "ready"  # its group is finalized, and its DBRecordData exists
     ABANDONED = "abandoned"  # its group is finalized without it; the reason is ``abandoned_because``
     FAILED = "failed"  # the attempt failed (``failure``); it has no score
-    RELEASED = "released"  # released before it was completed: no failure, no score
+    RELEASED = "released"  # its owner gave it up unfinished: the next one goes on, or begins another
 
 
 TRAINED = "trained"
@@ -62,6 +62,15 @@ SHOWN_STATUSES = tuple(
 def shown_status(status: RecordStatus, trained_count: int) -> str:
     """Return the status of a Record as every page, table and filter names it."""
     return TRAINED if status is RecordStatus.READY and trained_count else status.value
+
+
+class ToolState(StrEnum):
+    """What a tool keeps between its calls, and so how a trajectory goes on in another process."""
+
+    STATELESS = "stateless"  # nothing, or what a repeated call does not change: stored results are enough
+    REPLAY = "replay"  # a session that the same calls build again, with the same results
+    SNAPSHOT = "snapshot"  # files, which are kept after each turn that changed them
+    OUTSIDE = "outside"  # effects that cannot be taken back: no call is ever made twice
 
 
 class CallStatus(StrEnum):
@@ -172,9 +181,10 @@ RECORD_EDGES: dict[RecordStatus, frozenset[RecordStatus]] = {
     RecordStatus.READY: frozenset(),
     RecordStatus.ABANDONED: frozenset(),
     RecordStatus.FAILED: frozenset(),
-    RecordStatus.RELEASED: frozenset(),
+    RecordStatus.RELEASED: frozenset({RecordStatus.RUNNING}),
 }
-"""``SCORING → COMPLETED``: the scorer failed or its process ended; the Record waits for the next attempt to
+"""``RELEASED → RUNNING``: another sampler goes on with the trajectory.
+``SCORING → COMPLETED``: the scorer failed or its process ended; the Record waits for the next attempt to
 score it."""
 
 SAMPLED = (RecordStatus.COMPLETED, RecordStatus.SCORING)

@@ -23,13 +23,19 @@ them alone."""
 class Slot(Document):
     """One generation of a Task. ``attempt`` counts claims and fences the writes of earlier owners.
 
-    ``released`` counts the attempts that were released; they do not count towards ``max_attempts``.
+    ``released`` counts the attempts that ended without a fault of their own: released, or with an owner that
+    died. They do not count towards ``max_attempts``.
     """
 
     traj_id: int
     status: SlotStatus = SlotStatus.OPEN
     attempt: int = 0
     released: int = 0
+    begun: int | None = None
+    """The attempt whose Record is sampled: the next claim goes on with it. None: it begins a new one."""
+    deaths: int = 0
+    """How many owners in a row died while the trajectory's journal had ``died_at`` entries."""
+    died_at: int | None = None
     scorings: int = 0
     """Failed attempts to score the Record of this attempt."""
     owner: str | None = None
@@ -158,14 +164,21 @@ class Claim:
     task: Task
     traj_id: int
     attempt: int
+    begun: int | None = None
+    """The attempt that began the Record; None: this one."""
     owner: str
     trace_id: str | None = None
     """The trace of this attempt; None if it is not traced."""
 
     @property
+    def first_attempt(self) -> int:
+        """Return the attempt that began the Record: its seeds are those of the whole trajectory."""
+        return self.attempt if self.begun is None else self.begun
+
+    @property
     def record_id(self) -> str:
         """Return the ``_id`` of the Record that this claim writes."""
-        return record_key(self.task.id, self.traj_id, self.attempt)
+        return record_key(self.task.id, self.traj_id, self.first_attempt)
 
 
 _TERM = re.compile(r"(-?[0-9.]+(?:e[+-]?[0-9]+)?)\*(\S+)")

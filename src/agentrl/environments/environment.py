@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from agentrl.base.atomic_folder import scratch_folder
 from agentrl.base.concurrency import ENVIRONMENT_THREADS
 from agentrl.base.process_pool import run_in_process
 from agentrl.base.registry import Registry
+from agentrl.base.untrusted_folder import discard
 from agentrl.base.user_code import contain_call, describe, require_allowed, server_name
 from agentrl.config.sampling import ContainerConfig
-from agentrl.documents.document import is_score, replace_surrogates, sanitize_bson
+from agentrl.documents.document import is_score, plain, replace_surrogates, sanitize_bson
 from agentrl.documents.record import HarnessRun
+from agentrl.documents.status import ToolState
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import names_in_fields
+from agentrl.environments.snapshots import TrajectorySnapshots
 from agentrl.errors import (
     AgentRLError,
     ConfigError,
@@ -32,7 +38,7 @@ from agentrl.errors import (
     TaskEnvironmentError,
 )
 from agentrl.scoring.scorers import Result, ScorerContext, ScoreResult, names_in_answer, scorer
-from agentrl.tools.python import PythonSession, Toolset
+from agentrl.tools.python import PythonSession, Toolset, declared_state
 from agentrl.tools.tool import (
     ENVIRONMENT,
     ROLES,
@@ -92,6 +98,12 @@ class Environment:
     """Fields of a task that ``tasks`` leaves out, such as ``system_prompt`` and ``max_turns``."""
     limit: ClassVar[int | None] = None
     """How many trajectories a sampler runs at a time; of those with the same ``meta.server`` if it is set."""
+    state: ClassVar[ToolState | str] = ToolState.REPLAY
+    """What an instance keeps, and so how a trajectory goes on in another process: with a new instance.
+
+    ``replay``: the same messages and tool calls give it the same state; their answers are compared.
+    ``stateless``: nothing that counts. ``snapshot``: files, which ``snapshot`` and ``restore`` keep.
+    ``outside``: effects that cannot be taken back. ``tool_state`` declares that of one tool."""
     scored_by_tests: ClassVar[bool] = False
     """Whether ``reward`` runs tests that nothing replaces: no score of an agent, no reward of its client."""
 
@@ -191,6 +203,22 @@ class Environment:
         roles = {role: value for role, value in stored.get(ROLES, {}).items() if role in called}
         return ScoreResult(float(state), dict(stored.get("details", {})), role_rewards=roles or None)
 
+    def snapshot(self, archive: Path, limit: int) -> Awaitable[None] | None:
+        """Write the files that tools and messages have changed into ``archive``, of at most ``limit`` bytes.
+
+        For environments with ``state = "snapshot"``. Raise an exception if they cannot be kept: then another
+        process makes the calls again.
+        """
+        raise TaskEnvironmentError(
+            f"{type(self).__name__} keeps no files", hint="define the methods 'snapshot' and 'restore'"
+        )
+
+    def restore(self, archive: Path) -> Awaitable[None] | None:
+        """Change the files of a new instance, after ``setup``, as ``archive`` has them."""
+        raise TaskEnvironmentError(
+            f"{type(self).__name__} restores no files", hint="define the methods 'snapshot' and 'restore'"
+        )
+
     def teardown(self) -> Awaitable[None] | None:
         """Release what ``setup`` has opened. Called once, also after a failed ``setup``; logs errors."""
         return None
@@ -214,6 +242,11 @@ def _environment_class(given: Any) -> type[Environment]:
     if not inspect.isclass(given) or not issubclass(given, Environment):
         raise TypeError("it is not a class derived from agentrl.Environment")
     Toolset.of_methods(given, given.tools)  # raises TypeError for a method without type hints
+    if not isinstance(given.state, str) or given.state not in set(ToolState):
+        raise TypeError(
+            f"its class attribute 'state' is {describe(given.state)}: it declares how the state is restored"
+            f" ({', '.join(ToolState)}); name your own otherwise"
+        )
     return given
 
 
@@ -281,8 +314,10 @@ def import_package(module: str, environment: str) -> Any:
         ) from error
 
 
-def open_environment(task: Task, *, call_timeout: float) -> EnvironmentSession | None:
-    """Return the session of a task's environment; None if the task names none.
+def open_environment(
+    task: Task, *, call_timeout: float, files: TrajectorySnapshots | None = None
+) -> EnvironmentSession | None:
+    """Return the session of a task's environment; None if the task names none. ``files`` keeps its snapshots.
 
     Raises TaskEnvironmentError if the module of the environment cannot be imported, or if the task names what
     this process may not use, and ConfigError if this process does not find it or cannot run it.
@@ -293,7 +328,7 @@ def open_environment(task: Task, *, call_timeout: float) -> EnvironmentSession |
     kind = contain_call(lambda: ENVIRONMENTS.get(name), f"environment {name}", TaskEnvironmentError)
     require_names(task)
     contain_call(kind.check, f"check of environment {name}", TaskEnvironmentError)
-    return EnvironmentSession(name, kind, task, call_timeout=call_timeout)
+    return EnvironmentSession(name, kind, task, call_timeout=call_timeout, files=files)
 
 
 def names_of(task: Task) -> frozenset[str]:
@@ -357,9 +392,18 @@ def full_environments(running: Iterable[Task]) -> frozenset[str]:
 class EnvironmentSession:
     """One trajectory's environment as a tool server's session: ``open`` sets up, ``close`` tears down."""
 
-    def __init__(self, name: str, kind: type[Environment], task: Task, *, call_timeout: float) -> None:
-        """``call_timeout`` bounds each call of a method, in seconds."""
+    def __init__(
+        self, name: str, kind: type[Environment], task: Task, *, call_timeout: float,
+        files: TrajectorySnapshots | None = None,
+    ) -> None:  # fmt: skip
+        """``call_timeout`` bounds each call of a method, in seconds. Without ``files`` none are kept."""
         self.name = name
+        self._files = files
+        self._snapshot: str | None = None
+        self._has_changed = False
+        """Whether a call or a message came since the snapshot."""
+        self._running = 0
+        self._keeping = asyncio.Lock()
         self._kind = kind
         self._task = task
         self._call_timeout = call_timeout
@@ -387,6 +431,15 @@ class EnvironmentSession:
             raise TaskEnvironmentError(f"environment {self.name} is not open")
         return self._instance
 
+    @property
+    def state(self) -> ToolState:
+        """Return what it keeps between messages."""
+        return ToolState(self._kind.state)
+
+    def state_of(self, tool: str) -> ToolState:
+        """Return what is declared of a method; else what the environment keeps."""
+        return declared_state(getattr(self._kind, tool, None)) or self.state
+
     async def open(self) -> None:
         """Make the instance and call ``setup``. Raises TaskEnvironmentError if one raises or is too slow."""
         self._instance = await self._method("__init__", self._kind, self._task)
@@ -410,7 +463,7 @@ class EnvironmentSession:
         if self._tools is None:
             raise TaskEnvironmentError(f"environment {self.name} is not open")
         own = self._tools
-        with self._naming_outages():
+        async with self._acting():
             if tool in self._kind.tools:
                 return await own.call(tool, arguments)
             return await reply_within(self._call_timeout, lambda: self._call(tool, arguments), tool)
@@ -422,13 +475,78 @@ class EnvironmentSession:
 
     async def step(self, text: str) -> Observation:
         """Return the answer to a message. Raises TaskEnvironmentError if ``step`` raises or is too slow."""
-        observation = await self._method("step", self.instance.step, text)
+        async with self._acting():
+            observation = await self._method("step", self.instance.step, text)
         if not isinstance(observation, Observation) or not isinstance(observation.text, str):
             raise TaskEnvironmentError(
                 f"step of environment {self.name} returned {describe(observation)}",
                 hint="return Observation(text, done)",
             )
         return Observation(replace_surrogates(observation.text), bool(observation.done), observation.role)
+
+    async def replay(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> int | None:
+        """Give stored messages to ``step`` again, in order; ``steps`` are (message, fields of the answer).
+
+        Return the index of the first whose answer is not the stored one; None if all are. Raises
+        TaskEnvironmentError, and OutageError: give one step at a time where outages are waited for.
+        """
+        for index, (text, stored) in enumerate(steps):
+            if plain(await self.step(text)) != stored:
+                return index
+        return None
+
+    @property
+    def keeps_files(self) -> bool:
+        """Return whether ``snapshot`` may keep something."""
+        return self._files is not None and self._files.limit > 0 and self.state is ToolState.SNAPSHOT
+
+    async def snapshot(self) -> str | None:
+        """Keep the files as they are now; return the reference to them, None if they are not kept.
+
+        Calls wait meanwhile. That and why files are not kept is logged once an environment: it is no error.
+        """
+        files = self._files
+        if files is None or not self.keeps_files or self._running:
+            return None
+        if not self._has_changed:
+            return self._snapshot
+        async with self._keeping, _temporary_folder() as folder:
+            archive = folder / "snapshot.tar"
+            self._snapshot, self._has_changed = None, False
+            try:
+                await self._method("snapshot", self.instance.snapshot, archive, files.limit)
+                self._snapshot = await files.put(archive)
+            except (AgentRLError, OSError) as error:
+                _warn_not_kept(self.name, describe(error))
+        return self._snapshot
+
+    async def restore(self, reference: str) -> bool:
+        """Give a new instance the files of a snapshot; return False if it is not there.
+
+        Raises TaskEnvironmentError and OutageError.
+        """
+        files = self._files
+        if files is None or self.state is not ToolState.SNAPSHOT:
+            return False
+        async with _temporary_folder() as folder:
+            archive = folder / "snapshot.tar"
+            if not await files.get(reference, archive):
+                return False
+            await self._method("restore", self.instance.restore, archive)
+        self._snapshot, self._has_changed = reference, False
+        return True
+
+    @asynccontextmanager
+    async def _acting(self) -> AsyncIterator[None]:
+        """Call the environment in the block, after a snapshot that is being made."""
+        async with self._keeping:
+            self._running += 1
+        self._has_changed = True
+        try:
+            with self._naming_outages():
+                yield
+        finally:
+            self._running -= 1
 
     async def reward(self) -> float | dict[str, float] | None:
         """Return the reward of the state, or of each role; None without one. Raises TaskEnvironmentError."""
@@ -477,6 +595,24 @@ class EnvironmentSession:
         except OutageError as error:
             error.outage = error.outage or self.dependency
             raise
+
+
+@asynccontextmanager
+async def _temporary_folder() -> AsyncIterator[Path]:
+    """Yield a new folder, which is deleted at the end."""
+    folder = await asyncio.to_thread(scratch_folder, "snapshot")
+    try:
+        yield folder
+    finally:
+        await asyncio.to_thread(discard, folder)
+
+
+@cache
+def _warn_not_kept(environment: str, why: str) -> None:
+    logger.warning(
+        "files of trajectories are not kept; their commands are run again by the next owner",
+        extra={"environment": environment, "why": why},
+    )
 
 
 @scorer("environment")

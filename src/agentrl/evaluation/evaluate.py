@@ -196,7 +196,8 @@ class EvaluationRun:
 
     async def _run_sampler(self, evaluation: Evaluation, policy: EvaluatedPolicy) -> None:
         configs, split = configs_of(self._configs, policy), evaluation.id
-        config = dataclasses.replace(sampler_config(configs, split, epochs=1), grace_seconds=0.0)
+        config = sampler_config(configs, split, epochs=1)
+        config = dataclasses.replace(config, claims=dataclasses.replace(config.claims, drain_seconds=0.0))
         rules = await evaluation_rules(self._store, configs)
         finalizer = GroupFinalizer(self._store, rules, split=split, seed=configs[RunConfig].seed)
         ending = asyncio.Event()

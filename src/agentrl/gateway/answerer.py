@@ -47,6 +47,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.errors import ContextFullError, FailureError, ImageError, LeaseLostError, TrajectoryError
 from agentrl.gateway.dialects.fields import refuse_media
+from agentrl.gateway.replay import request_key, without_volatile
 from agentrl.gateway.request import (
     Answer,
     AnsweredToolCall,
@@ -200,10 +201,18 @@ class RequestPrompts:
                 "messages",
                 code="no_new_message",
             )
-        digests = await aside(request.size, prefix_digests, messages, tools, request.role)
+        digests = await aside(request.size, _digests, request)
         known, chain = await self.chains.longest(claim.record_id, answered_prefixes(messages, digests))
         prompt = await aside(request.size, prompt_of, self.chat_format, chain, known, messages, tools)
         return replace(prompt, digest=digests[-1])
+
+
+def _digests(request: GatewayRequest) -> list[str]:
+    """Return the digest of each prefix of the request's conversation, without its volatile text."""
+    # Leave it out here too, not only where answers are looked up: a conversation goes on from the sampled ids
+    # of an earlier owner though its program now writes another date into the first message.
+    messages, tools = without_volatile([request.messages, request.tools], request.volatile)
+    return prefix_digests(messages, tools, request.role)
 
 
 async def store_images(request: GatewayRequest, chat_format: ChatFormat, store: Images) -> GatewayRequest:
@@ -530,7 +539,7 @@ class Answerer:
                 budget = Budget(self.agent, engine.context_length)
                 if len(prompt.ids) > budget.prompt_limit:
                     raise ContextFullError(budget.name_limit(len(prompt.ids)))
-                params = ask.request.params(self.params).seeded(self.seed, ask.call.id)
+                params = ask.request.params(self.params).seeded(self.seed, ask.call.place)
                 params = budget.clamp(params, len(prompt.ids))
                 span = stack.enter_context(gateway_call_span(claim, params, ask.call.dialect))
                 ask.on_prompt(prompt.ids)
@@ -568,7 +577,7 @@ class Answerer:
         for attempt in range(1 if params.temperature == 0 else ATTEMPTS):
             if attempt:
                 extra = {name: value for name, value in params.extra.items() if name != "sampling_seed"}
-                sent = params.replace(extra=extra).seeded(self.seed, ask.call.id, attempt)
+                sent = params.replace(extra=extra).seeded(self.seed, ask.call.place, attempt)
             generation = await generate(sent)
             is_cut = generation.finish_reason == "length"
             if (
@@ -599,11 +608,15 @@ class Answerer:
         parsed = parse(self.chat_format, prompt, generation, request.tools)
         response, error = response_of(parsed, request, generation, ask.call, self.chat_format)
         turn = Turn(
-            record=claim.record_id, prompt=prompt, role=request.role, tools=request.tools, params=params,
-            generation=generation, parsed=parsed, response=response, problem=error,
+            record=claim.record_id, attempt=claim.attempt, prompt=prompt, role=request.role,
+            tools=request.tools, params=params, generation=generation, parsed=parsed, response=response,
+            problem=error,
         )  # fmt: skip
-        after = digest_after(prompt.digest, response)
+        after = digest_after(prompt.digest, without_volatile(response, request.volatile))
+        key = request_key(request, prompt.digest)
         async with self.writing.setdefault(claim.record_id, asyncio.Lock()):
-            stored = await self.store.model_calls.answer(claim, turn.document(), ask.call, after)
+            stored = await self.store.model_calls.answer(
+                claim, turn.document(), ask.call, after=after, key=key
+            )
         self.prompts.chains.add(replace(turn.chain, call=stored.id), (claim.record_id, after))
         return stored

@@ -35,7 +35,7 @@ from agentrl.documents.model_call import (
     role_problem,
 )
 from agentrl.documents.record import GatewaySession
-from agentrl.documents.task import CONVERSATIONS, Claim
+from agentrl.documents.task import CONVERSATIONS, FEEDBACK, Claim
 from agentrl.errors import AgentRLError, LeaseLostError, RunMissingError, StoreUnavailableError
 from agentrl.gateway.answerer import Answerer, answer_of
 from agentrl.gateway.dialects.anthropic_messages import Messages
@@ -44,6 +44,7 @@ from agentrl.gateway.dialects.openai_chat import ChatCompletions
 from agentrl.gateway.dialects.openai_responses import Responses
 from agentrl.gateway.feedback import read_reward, require_rule, untrained
 from agentrl.gateway.pending import PendingAnswer, PendingAnswers
+from agentrl.gateway.replay import dropped_calls
 from agentrl.gateway.request import Caller, Dialect, GatewayError, GatewayRequest, aside, dead_url, invalid
 from agentrl.rollout.agent_io import Endpoint, GatewayResult
 from agentrl.scoring.scorers import ScoreResult
@@ -103,12 +104,10 @@ class GatewayApp:
         """Cancel the answers that are under way."""
         await self._pending.close()
 
-    async def close_record(self, record_id: str) -> None:
-        """Cancel the answers that are under way for one trajectory."""
-        self._callers = {
-            key: each for key, each in self._callers.items() if each.claim.record_id != record_id
-        }
-        await self._pending.close(record_id)
+    async def close_session(self, session_id: str) -> None:
+        """Cancel the answers that are under way for one base URL."""
+        self._callers.pop(session_id, None)
+        await self._pending.close(session_id)
 
     async def _health(self, request: Request) -> Response:
         return json_response({"status": "ok"})
@@ -147,7 +146,7 @@ class GatewayApp:
 
     def _generation(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
         async def generate(request: Request, caller: Caller) -> Response:
-            asked, digest_of = await self._read(request, dialect)
+            asked, digest_of = await self._read(request, dialect, caller)
             require_model(asked, caller.session.models)
             if caller.claim.task.epoch == CONVERSATIONS:
                 await self.answerer.store.claims.heartbeat([caller.claim], self.config.idle_seconds)
@@ -198,7 +197,7 @@ class GatewayApp:
             yield dialect.error_event(error)
 
     async def _read(
-        self, request: Request, dialect: Dialect
+        self, request: Request, dialect: Dialect, caller: Caller
     ) -> tuple[GatewayRequest, tuple[bytes, str | None]]:
         """Return the request, and what identifies its retries: the body and the idempotency key."""
         body = await read_body(request, self.config)
@@ -206,7 +205,8 @@ class GatewayApp:
         if role is not None and (problem := role_problem(role)) is not None:
             raise invalid(problem, "role")
         asked = await aside(len(body), lambda: parse_body(dialect, body))
-        return replace(asked, role=role, size=len(body)), (body, request.headers.get("idempotency-key"))
+        asked = replace(asked, role=role, size=len(body), volatile=caller.session.volatile)
+        return asked, (body, request.headers.get("idempotency-key"))
 
     async def _caller(self, request: Request, *, checks_known: bool) -> Caller:
         """Return the trajectory of a request's token. Raises GatewayError unless its claim is alive."""
@@ -233,6 +233,7 @@ class GatewayApp:
             task=task,
             traj_id=session.traj_id,
             attempt=session.attempt,
+            begun=session.begun,
             owner=session.owner,
             trace_id=session.trace_id,
         )
@@ -252,7 +253,7 @@ class GatewayApp:
         return json_response(_model_json(name, caller.session))
 
     async def _count_tokens(self, request: Request, caller: Caller) -> Response:
-        asked, _ = await self._read(request, MESSAGES)
+        asked, _ = await self._read(request, MESSAGES, caller)
         require_model(asked, caller.session.models)
         return json_response({"input_tokens": await self.answerer.prompts.count_tokens(caller.claim, asked)})
 
@@ -462,11 +463,13 @@ class GatewayHost:
 
     @asynccontextmanager
     async def open(
-        self, claim: Claim, *, train: str, max_calls: int, takes_reward: bool = True
-    ) -> AsyncIterator[Endpoint]:
+        self, claim: Claim, *, train: str, max_calls: int, takes_reward: bool = True,
+        volatile: Sequence[str] = (),
+    ) -> AsyncIterator[Endpoint]:  # fmt: skip
         """Open the endpoint of a trajectory; close it and store which calls are trained at the end.
 
-        Raises ConfigError for an unknown rule, and LeaseLostError if the claim is lost.
+        Requests that equal those of earlier owners, but for text that the patterns ``volatile`` match, get
+        their answers. Raises ConfigError for an unknown rule, and LeaseLostError if the claim is lost.
         """
         require_rule(train)
         token = secrets.token_urlsafe(32)
@@ -477,23 +480,34 @@ class GatewayHost:
             task=claim.task.id,
             traj_id=claim.traj_id,
             attempt=claim.attempt,
+            begun=claim.begun,
             owner=claim.owner,
             models=self._config.models,
             max_calls=max_calls,
+            volatile=tuple(volatile),
             trace_id=claim.trace_id,
             reward_key_digest=None if reward_key is None else token_digest(reward_key),
         )
         url = await self._url()
+        if claim.attempt > claim.first_attempt and claim.task.scorer != FEEDBACK:
+            # Forget what an earlier owner's program reported: this one may end another way.
+            await self._store.records.keep(claim, reported_reward=None)
         await self._store.gateways.open_session(session)
         endpoint = Endpoint(
             base_url=f"{url}/t/{token}/v1", api_key=token, model=session.models[0], reward_key=reward_key
         )
+        is_over = False
         try:
             yield endpoint
+            is_over = True
+        except Exception as error:
+            # Not after an outage or a cancellation: another owner goes on.
+            is_over = getattr(error, "outage", None) is None
+            raise
         finally:
             closed = await self._store.gateways.close_session(session.id)
-            await self._app.close_record(claim.record_id)
-            await end_trajectory(self._store, claim, closed, train, endpoint.result)
+            await self._app.close_session(session.id)
+            await end_trajectory(self._store, claim, closed, train, endpoint.result, is_over=is_over)
 
     async def close(self) -> None:
         """Stop the server and the answers under way."""
@@ -513,22 +527,51 @@ class GatewayHost:
 
 
 async def end_trajectory(
-    store: Store, claim: Claim, closed: GatewaySession | None, train: str, result: GatewayResult
-) -> None:
-    """Fill ``result`` when the base URL is closed, and store which calls the rule ``train`` leaves out."""
+    store: Store, claim: Claim, closed: GatewaySession | None, train: str, result: GatewayResult,
+    *, is_over: bool = True,
+) -> None:  # fmt: skip
+    """Fill ``result`` when the base URL is closed, and store which calls the rule ``train`` leaves out.
+
+    If the trajectory ``is_over``, calls of earlier owners for which the program has not asked again are
+    dropped. Else the next owner's may yet ask for them.
+    """
     result.stopped_by = None if closed is None else closed.stopped_by
     result.calls = await store.model_calls.by_record(claim.record_id)
-    result.messages = main_messages(result.calls)
+    if claim.attempt > claim.first_attempt:
+        await _note_replay(store, claim, result, is_over=is_over and result.stopped_by != "unavailable")
+    kept = [call for call in result.calls if call.index not in result.dropped]
+    result.messages = main_messages(kept)
     record = await store.records.get(claim.record_id)
     if record is not None and (reward := record.reported_reward) is not None:
         by_call = {int(call): value for call, value in reward.turn_rewards.items()}
         roles = reward.role_rewards or None
         result.reward = ScoreResult(reward.score, reward.details, by_call or None, roles)
-    left_out = untrained(train, result.calls)
-    await store.records.keep(claim, train_rule=train, untrained_calls=left_out)
+    left_out = untrained(train, kept)
+    await store.records.keep(
+        claim, train_rule=train, untrained_calls=sorted([*left_out, *result.dropped]),
+        dropped_calls=result.dropped,
+    )  # fmt: skip
     if left_out:
-        share = describe_share(result.calls, train, left_out)
+        share = describe_share(kept, train, left_out)
         logger.info("a trajectory is trained in part", extra={"record": claim.record_id, "share": share})
+
+
+async def _note_replay(store: Store, claim: Claim, result: GatewayResult, *, is_over: bool) -> None:
+    """Find the dropped calls of a trajectory with earlier owners, and note what this one took over."""
+    answered = await store.gateways.answered(claim.record_id, claim.attempt)
+    dropped = dropped_calls(result.calls, answered)
+    of_others = [call for call in result.calls if call.attempt != claim.attempt]
+    taken = [call for call in of_others if call.index not in dropped]
+    result.dropped = tuple(dropped) if is_over else ()
+    await store.records.note(
+        claim, replayed=len(taken), tokens=sum(call.generated_tokens for call in taken),
+        diverged_at=min(result.dropped, default=None), dropped=len(result.dropped),
+    )  # fmt: skip
+    if result.dropped:
+        logger.warning(
+            "a program went another way than before; what it has not asked for again is dropped",
+            extra={"record": claim.record_id, "diverged_at": result.dropped[0], "dropped": len(dropped)},
+        )
 
 
 def main_messages(calls: Sequence[DispatchedSamplingTask]) -> list[dict[str, object]]:

@@ -14,8 +14,9 @@ from agentrl.calls.prompts import Prompt
 from agentrl.config.sampling import GatewayConfig
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import GatewayCall, GatewayCallStatus, GatewaySession
-from agentrl.errors import StoreError
+from agentrl.errors import LeaseLostError, StoreError
 from agentrl.gateway.answerer import Answerer, Ask
+from agentrl.gateway.replay import request_key
 from agentrl.gateway.request import Caller, GatewayError, GatewayRequest, dead_url
 from agentrl.store.gateways import CallRequest
 
@@ -26,7 +27,7 @@ _NOTED = {"context_length_exceeded": "length", "unavailable": "unavailable"}
 """Code of an error → what its trajectory notes as ``stopped_by``."""
 
 _KNOWN = 4096
-"""Trajectories of which a process keeps the number of calls."""
+"""Sessions of which a process keeps the number of calls."""
 _FLUSH_SECONDS = 0.02
 """Time for which the tokens of a stream are collected: each piece that is sent costs CPU time."""
 
@@ -34,8 +35,8 @@ _FLUSH_SECONDS = 0.02
 class PendingAnswer:
     """An answer under way in this process: its prompt, its tokens so far, and its model call at the end."""
 
-    def __init__(self, record: str) -> None:
-        self.record = record
+    def __init__(self, session: GatewaySession) -> None:
+        self.session = session
         self.call: GatewayCall
         """The document of the request, set before the prompt and the result."""
         self.task: asyncio.Task[DispatchedSamplingTask]
@@ -46,7 +47,7 @@ class PendingAnswer:
 
     def start(self, work: Coroutine[Any, Any, DispatchedSamplingTask]) -> None:
         """Run ``work``, which generates and stores the answer."""
-        self.task = asyncio.create_task(work, name=f"answer for {self.record}")
+        self.task = asyncio.create_task(work, name=f"answer for {self.session.record}")
         self.task.add_done_callback(self._ended)
 
     def prompted(self, prompt_ids: list[int]) -> None:
@@ -147,7 +148,7 @@ class PendingAnswers:
         self._on_dead = on_dead
         self._running: dict[str, PendingAnswer] = {}
         self._counts: dict[str, int] = {}
-        """Record → its calls when it was last checked."""
+        """Session → its calls when it was last checked."""
 
     def get(
         self, caller: Caller, dialect: str, request: GatewayRequest, identity: tuple[bytes, str | None]
@@ -159,29 +160,34 @@ class PendingAnswers:
         body, key = identity
         identifying = ("key", key) if key else (body,)
         roles = () if request.role is None else ("role", request.role)
-        record = caller.claim.record_id
-        digest = _body_digest(record, dialect, *roles, *identifying)  # seeds depend on it: nothing random
+        claim = caller.claim
+        # Seeds depend on it: nothing random.
+        digest = _body_digest(claim.record_id, dialect, *roles, *identifying)
+        if claim.attempt > claim.first_attempt:
+            # Set it apart from those of earlier owners: their answers are no answers of retries.
+            digest = f"{digest}.{claim.attempt}"
         running = self._running.get(digest)
         if running is not None:
             return running
         asked = CallRequest(
-            record=record,
+            record=claim.record_id,
+            attempt=claim.attempt,
             digest=digest,
             dialect=dialect,
             answer_id=secrets.token_hex(12),
             gateway=self._gateway,
             has_key=bool(key),
         )
-        pending = PendingAnswer(record)
+        pending = PendingAnswer(caller.session)
         self._running[digest] = pending
         pending.start(self._answer(pending, caller, request, asked))
         pending.task.add_done_callback(lambda _: self._running.pop(digest, None))
         return pending
 
-    async def close(self, record_id: str | None = None) -> None:
-        """Cancel the answers of one trajectory, or all."""
+    async def close(self, session_id: str | None = None) -> None:
+        """Cancel the answers of one session, or all."""
         running = self._running.values()
-        await end_tasks(*(pending.task for pending in running if record_id in (None, pending.record)))
+        await end_tasks(*(pending.task for pending in running if session_id in (None, pending.session.id)))
 
     async def _answer(
         self, pending: PendingAnswer, caller: Caller, request: GatewayRequest, asked: CallRequest
@@ -203,7 +209,8 @@ class PendingAnswers:
                     )
                 pending.call = begun
                 if is_mine:
-                    return await self._generate(pending, caller, request, prompting)
+                    replayed = await self._replay(pending, caller, request, prompting)
+                    return replayed or await self._generate(pending, caller, request, prompting)
                 await self._check_calls(caller.session, None)
                 pending.allow()
                 done = await self._follow(begun)
@@ -213,6 +220,28 @@ class PendingAnswers:
         finally:
             await end_tasks(prompting)
 
+    async def _replay(
+        self, pending: PendingAnswer, caller: Caller, request: GatewayRequest, prompting: asyncio.Task[Prompt]
+    ) -> DispatchedSamplingTask | None:
+        """Return the model call that an earlier owner's equal request got; None if it must be generated."""
+        if caller.claim.attempt == caller.claim.first_attempt:
+            return None
+        await asyncio.wait([prompting])
+        if not _succeeded(prompting):
+            return None  # ``_generate`` raises why
+        prompt, store = prompting.result(), self._answerer.store
+        earlier = await store.gateways.take_earlier(pending.call, request_key(request, prompt.digest))
+        if earlier is None:
+            return None
+        await self._check_calls(caller.session, pending.call)
+        try:
+            await store.gateways.replay(pending.call, earlier)
+        except LeaseLostError as error:
+            raise dead_url() from error
+        pending.prompted(prompt.ids)
+        pending.allow()
+        return await store.model_calls.by_id(str(earlier.call))
+
     async def _generate(
         self, pending: PendingAnswer, caller: Caller, request: GatewayRequest, prompting: asyncio.Task[Prompt]
     ) -> DispatchedSamplingTask:
@@ -221,7 +250,7 @@ class PendingAnswers:
         Where the last call was far from the limit, the engine does not wait for the check.
         """
         session = caller.session
-        is_far = self._counts.get(session.record, session.max_calls) + 1 < session.max_calls
+        is_far = self._counts.get(session.id, session.max_calls) + 1 < session.max_calls
         checking = asyncio.create_task(self._check_calls(session, pending.call), name="check of a request")
         checking.add_done_callback(lambda done: pending.allow() if _succeeded(done) else None)
         generating: asyncio.Task[DispatchedSamplingTask] | None = None
@@ -253,7 +282,7 @@ class PendingAnswers:
         """
         gateways = self._answerer.store.gateways
         count = await gateways.live_calls(session.id)
-        self._note(session.record, count)
+        self._note(session.id, count)
         if count is not None and (
             mine is None
             or count <= session.max_calls
@@ -273,11 +302,11 @@ class PendingAnswers:
             hint="--max_turns, or max_turns of the task, sets the limit; side calls count too",
         )
 
-    def _note(self, record: str, count: int | None) -> None:
-        """Keep the latest number of a trajectory's calls, of the latest trajectories."""
-        self._counts.pop(record, None)
+    def _note(self, session: str, count: int | None) -> None:
+        """Keep the latest number of a session's calls, of the latest sessions."""
+        self._counts.pop(session, None)
         if count is not None:
-            self._counts[record] = count
+            self._counts[session] = count
         while len(self._counts) > _KNOWN:
             self._counts.pop(next(iter(self._counts)))
 

@@ -153,6 +153,8 @@ class GatewayRequest:
     """Bytes of the body."""
     left_out: tuple[str, ...] = ()
     """The tools of the request that the model is not shown, because only OpenAI's own server runs them."""
+    volatile: tuple[str, ...] = ()
+    """``GatewaySession.volatile``."""
 
     def params(self, base: SamplingParams) -> SamplingParams:
         """Return the sampling parameters of the call: those of the run with the client's changes."""

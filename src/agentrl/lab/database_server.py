@@ -31,6 +31,7 @@ from agentrl.store.mechanics.connection import (
     OUTAGE,
     RECORD,
     RUN,
+    SAMPLER,
     SERVICE,
     SETTINGS,
     STEP,
@@ -131,8 +132,8 @@ ROLES: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "agentrl_sampler": {
         TASK: _CHANGE, RECORD: _CHANGE, MODEL_CALL: _ADD, DATA: _ADD, GATE: _CHANGE, EPOCH: _CHANGE,
         SETTINGS: _ADD, OUTAGE: _CHANGE, EVALUATION: _CHANGE, GATEWAY_SESSION: _CHANGE, GATEWAY_CALL: _CHANGE,
-        IMAGE: _CHANGE, COLUMN: _CHANGE, **_packed(COLUMN), **_packed(MODEL_CALL), **_packed(DATA),
-        **_packed(IMAGE),
+        IMAGE: _CHANGE, COLUMN: _CHANGE, SAMPLER: _EDIT, **_packed(COLUMN), **_packed(MODEL_CALL),
+        **_packed(DATA), **_packed(IMAGE),
     },
     "agentrl_trainer": {
         TASK: ["update"], RECORD: ["update"], DATA: ["update"], STEP: _CHANGE, VERSION: _CHANGE,

@@ -140,7 +140,7 @@ async def try_task(
         if prompt and first is not None:
             print(clean(worker.chat_format.decode(first)))
             return 0
-    stdout_console().print(render_trajectory(replace(whole, failures=())))
+    stdout_console().print(render_trajectory(replace(whole, others=())))
     return 0 if whole.record.score is not None else 1
 
 

@@ -129,6 +129,8 @@ class GatewayResult:
 
     calls: Sequence[DispatchedSamplingTask] = ()
     """All model calls, by index."""
+    dropped: tuple[int, ...] = ()
+    """Indexes of those that are no part of the trajectory: ``Record.dropped_calls``."""
     messages: list[Message] = field(default_factory=list)
     """The conversation of the main branch."""
     reward: ScoreResult | None = None
@@ -179,7 +181,11 @@ class Gateway(Protocol):
     """Opens base URLs for trajectories: ``GatewayHost``."""
 
     def open(
-        self, claim: Claim, *, train: str, max_calls: int, takes_reward: bool = True
-    ) -> AbstractAsyncContextManager[Endpoint]:
-        """Return the endpoint of a trajectory; ``train`` says which branches are trained."""
+        self, claim: Claim, *, train: str, max_calls: int, takes_reward: bool = True,
+        volatile: Sequence[str] = (),
+    ) -> AbstractAsyncContextManager[Endpoint]:  # fmt: skip
+        """Return the endpoint of a trajectory; ``train`` says which branches are trained.
+
+        ``volatile`` are patterns of text that does not count where requests of its owners are compared.
+        """
         ...

@@ -327,6 +327,7 @@ async def run_agent(
         outcome = Outcome(StopReason.TURNS_LIMIT)
     finally:
         CURRENT.reset(token)
+    await rollout.end_journal()
     await rollout.collect_tool_rewards()
     outcome = contain_call(
         lambda: checked_outcome(name, outcome), f"the outcome of agent {name}", TrajectoryError

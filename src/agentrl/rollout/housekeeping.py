@@ -222,9 +222,7 @@ class Housekeeping:
                     self._made_work()
 
     async def _work_once(self) -> bool:
-        freed = await self._store.expired_leases.reap(
-            self._split, self._claims.max_attempts, grace_seconds=self._claims.lease_seconds
-        )
+        freed = await self._store.expired_leases.reap(self._split, grace_seconds=self._claims.lease_seconds)
         await self.finalize_completed()
         async with self._finalizing:
             swept = await self._finalizer.run_waiting(SWEEP_SECONDS * random.uniform(1, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import time
@@ -19,7 +20,7 @@ from agentrl.base.concurrency import Deadline
 from agentrl.base.user_code import contain, describe
 from agentrl.base.validation import Positive, PositiveWhole, SettingsModel, Text, read_config
 from agentrl.calls.prompts import Conversation, Prompt
-from agentrl.calls.trajectory_calls import Histories, MakeProgress, TrajectoryCalls
+from agentrl.calls.trajectory_calls import Histories, MakeProgress, TrajectoryCalls, stored_generation
 from agentrl.calls.turns import (
     Tools,
     Turn,
@@ -27,14 +28,21 @@ from agentrl.calls.turns import (
     cleaned,
     message_of,
     run_tool_calls,
+    stored_messages,
     with_text_arguments,
 )
 from agentrl.chat.chat_format import Message, require_text_only, without_thought
 from agentrl.chat.parsers.parser import ParsedMessage, ToolCall
 from agentrl.config.schema import AgentConfig
-from agentrl.documents.document import sanitize_bson
+from agentrl.documents.document import plain, sanitize_bson
 from agentrl.documents.images import content_with, text_of
-from agentrl.documents.model_call import FixedModelCall, ToolExecution, role_problem
+from agentrl.documents.model_call import (
+    STEP,
+    DispatchedSamplingTask,
+    FixedModelCall,
+    ToolExecution,
+    role_problem,
+)
 from agentrl.documents.record import HarnessRun
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim, Task
@@ -93,8 +101,8 @@ class Role:
     ``complete`` is for frameworks, which send whole conversations: use it instead of the other methods.
 
     ``generate`` makes a model call, ``call_tools`` runs the tool calls in it, ``append_messages`` adds other
-    messages, ``restart`` and ``reset_context`` start a new prefix. A model call is stored when the
-    trajectory goes on.
+    messages, ``restart`` and ``reset_context`` start a new prefix. Each model call and each tool run is
+    stored; where an earlier owner of the trajectory has made it already, it comes from the journal.
     """
 
     _fixed = False
@@ -175,8 +183,7 @@ class Role:
                 self._calls.budget.name_limit(self.prompt_tokens),
                 hint="raise it, or choose a context manager by --new_context",
             )
-        # Store the parent first: its id is its place in the order of storing, and the prompt names it.
-        parent = await self._store_before()
+        parent = await self._close_before()
         conversation = self._conversation
         extends = None if conversation.starts_branch else parent
         prompt = replace(
@@ -203,18 +210,22 @@ class Role:
         A malformed tool call is not run: its result says what is wrong, and the model call's status is
         ``formaterror``. An error that a tool reports is a result. Raises ToolServerError if a server is lost.
         """
-        # Run nothing for a call that is stored: its document cannot take the results any more.
-        if turn is not self._last or turn.index is not None:
+        # Run nothing for a call that is closed: its document cannot take the results any more.
+        if turn is not self._last or turn.closed:
             return []
-        started = time.monotonic()
+        started, changes = time.monotonic(), turn.changes
         before = len(turn.executions)
+        tools = self._shared.tools
         try:
-            images = self._calls.images if self._calls.reads_images else None
-            messages = await run_tool_calls(turn, self._shared.tools, self.schemas, images)
+            messages = await run_tool_calls(
+                turn, tools, self.schemas, lambda call: self._calls.run_tool(turn, call, tools)
+            )
         finally:
             # Settle also after a lost server: the failed attempt keeps the calls that have run.
             self._shared.tool_calls += len(turn.executions) - before
-            turn.tool_seconds = time.monotonic() - started
+            if turn.changes > changes:
+                turn.tool_seconds += time.monotonic() - started
+                turn.change()
             turn.settled = True
         self.append_messages(messages)
         return list(turn.executions)
@@ -288,9 +299,9 @@ class Role:
         return await self._histories.call_tool(call_id, name, arguments, self._shared.tools, self.schemas)
 
     async def finish(self) -> None:
-        """Store the role's last model call, unless it is stored."""
+        """Close the role's last model call, unless it is closed."""
         if self._last is not None:
-            await self._calls.store(self._last)
+            await self._calls.close(self._last)
 
     async def _begin(self, messages: Sequence[Message]) -> None:
         await self.finish()
@@ -301,10 +312,10 @@ class Role:
     def _new_conversation(self, messages: Sequence[Message]) -> Conversation:
         return Conversation(self._calls.chat_format, messages, self.schemas)
 
-    async def _store_before(self) -> Turn | None:
-        """Store the calls before the next one; return the role's own in this context."""
+    async def _close_before(self) -> Turn | None:
+        """Close the calls before the next one; return the role's own in this context."""
         await self.finish()
-        await self._calls.store_settled()
+        await self._calls.close_settled()
         return self._last
 
     def _made(self, turn: Turn) -> None:
@@ -437,37 +448,43 @@ class FixedRole(Role):
         at the limit of the role.
         """
         self._require_turns()
-        parent = await self._store_before()
+        parent = await self._close_before()
         new = self._conversation.unseen
         params = {**self.model.params, **changes}
-        reply = await self._calls.hold(lambda: self._ask(params))
-        parsed = _parsed(reply)
         # Make a prompt without ids: the conversation's own is rendered for the policy, which never reads it.
         prompt = Prompt(
             ids=[], context_ids=[], messages=self._conversation.messages, new_messages=new,
             parent=None if parent is None else parent.id, opens_branch=parent is None,
         )  # fmt: skip
-        turn = Turn(
-            record=self._calls.record,
-            prompt=prompt,
-            role=self.name,
-            tools=self.schemas,
-            params=SamplingParams(),
-            generation=_generation(reply, self.model),
-            parsed=parsed,
-            response=message_of(parsed, call_id_of(self._calls.turns)),
-            text=parsed.content,
-            read=() if parent is None else parent.executions,
-            fixed=FixedModelCall(
+        read = () if parent is None else parent.executions
+        stored = await self._calls.journal.call(self.name, prompt, stored_messages(new, read))
+        if stored is None:
+            reply = await self._calls.hold(lambda: self._ask(params))
+            parsed, generation = _parsed(reply), _generation(reply, self.model)
+            fixed: FixedModelCall | None = FixedModelCall(
                 model=self.model.model,
                 base_url=self.model.shown_url,
                 params=sanitize_bson(params),
                 prompt_tokens=reply.spent.prompt_tokens,
                 completion_tokens=reply.spent.completion_tokens,
                 cost=reply.spent.cost,
-            ),
+            )
+        else:
+            parsed, generation, fixed = _stored_message(stored), stored_generation(stored), stored.fixed
+        turn = Turn(
+            record=self._calls.record,
+            prompt=prompt,
+            role=self.name,
+            tools=self.schemas,
+            params=SamplingParams(),
+            generation=generation,
+            parsed=parsed,
+            response=message_of(parsed, call_id_of(self._calls.turns)),
+            text=parsed.content,
+            read=read,
+            fixed=fixed,
         )
-        self._calls.add(turn)
+        self._calls.add(turn, stored)
         self._conversation.append_message(turn.response)
         self._made(turn)
         return turn
@@ -506,6 +523,17 @@ def _parsed(reply: Reply) -> ParsedMessage:
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as problem:
             error = error or f"a tool call cannot be read: {failure_text(problem)}"
     return cleaned(ParsedMessage(reply.value, tuple(calls), error))
+
+
+def _stored_message(call: DispatchedSamplingTask) -> ParsedMessage:
+    """Return the message of a stored call of another model."""
+    message = call.message
+    calls = tuple(
+        ToolCall(each["function"]["name"], each["function"]["arguments"])
+        for each in message.get("tool_calls") or ()
+    )
+    # Take the error of a call without tool calls alone: that of one with some is of a tool's arguments.
+    return ParsedMessage(message["content"], calls, None if calls else call.error)
 
 
 def _generation(reply: Reply, model: FixedModel) -> Generation:
@@ -708,11 +736,31 @@ class Rollout(Role):
         return await super().generate(**changes)
 
     async def finish(self) -> None:
-        """Store the last model call of this conversation and of every role, unless it is stored."""
-        await self._calls.store_all()
+        """Close the last model call of this conversation and of every role."""
+        await self._calls.close_all()
+
+    async def once(self, name: str, function: Callable[[], Any]) -> Any:
+        """Return what ``function``, sync or async, returned when this trajectory asked for ``name`` first.
+
+        Another process that goes on with the trajectory gets the same value without a call: ask this way for
+        the time, for randomness and for anything outside that is no tool. The n-th question of a name gets
+        the n-th value. Raises TrajectoryError for a value of more than 1 MiB; others are stored as BSON.
+        """
+        if not isinstance(name, str) or name in ("", STEP):
+            raise TrajectoryError(f"once() was given the name {name!r}", hint="give it a text of its own")
+
+        async def call() -> Any:
+            value = function()
+            return await value if inspect.isawaitable(value) else value
+
+        return await self._calls.event(name, call)
+
+    async def end_journal(self) -> None:
+        """Drop what earlier owners did and the agent has not done again: it has ended."""
+        await self._calls.journal.end()
 
     @asynccontextmanager
-    async def gateway(self, train: str = "main") -> AsyncIterator[Endpoint]:
+    async def gateway(self, train: str = "main", volatile: Sequence[str] = ()) -> AsyncIterator[Endpoint]:
         """Open a base URL at which any client of a model API continues this trajectory.
 
         Every request there is a model call of the trajectory. ``train`` chooses the branches that are
@@ -720,18 +768,23 @@ class Rollout(Role):
         and ``turns``, ``messages`` and ``scored_calls`` are those of the calls. An exception that leaves the
         block after a request was refused for a limit ends the trajectory at that limit.
 
+        If the trajectory had owners before, start the client from its beginning: requests that equal theirs
+        get the stored answers. Text that the regular expressions ``volatile`` match does not count there.
+
         Raises TrajectoryError without a gateway, and if the trajectory has made model calls already.
         """
         if self._gateway is None or self.turns or self._uses_gateway:
             why = "has no gateway" if self._gateway is None else "has made model calls already"
             raise TrajectoryError(f"this trajectory {why}", hint="open it once, before any model call")
         self._uses_gateway = True
+        self._calls.journal.forget()
         result = GatewayResult()
         try:
             takes_reward = self.environment is None or not self.environment.scored_by_tests
             async with self._gateway.open(
-                self._claim, train=train, max_calls=self.max_turns, takes_reward=takes_reward
-            ) as endpoint:
+                self._claim, train=train, max_calls=self.max_turns, takes_reward=takes_reward,
+                volatile=volatile,
+            ) as endpoint:  # fmt: skip
                 result = endpoint.result
                 yield endpoint
         except Exception as error:
@@ -740,13 +793,14 @@ class Rollout(Role):
             raise
         finally:
             # Adopt the calls also after an error: the gateway has stored them, whatever became of the client.
-            self._calls.adopt(result.calls)
+            self._calls.adopt(result.calls, result.dropped)
             self.reported_reward = result.reward
             if result.messages:
                 self._conversation = self._new_conversation(result.messages)
 
     async def collect_tool_rewards(self) -> None:
         """Set ``tool_rewards`` to the rewards that the tools give. Raises ToolServerError."""
+        await self._calls.rebuild(self._shared.tools)
         try:
             self.tool_rewards = await contain(
                 self._shared.tools.rewards, "the rewards of the tools", ToolServerError
@@ -776,7 +830,12 @@ class Rollout(Role):
             raise TrajectoryError(
                 "no environment answers messages", hint="use an agent for tools, such as --agent_name react"
             )
-        observation = await self._calls.hold(lambda: session.step(turn.content))
+
+        async def step() -> Any:
+            await self._calls.rebuild(self._shared.tools)
+            return plain(await self._calls.hold(lambda: session.step(turn.content)))
+
+        observation = Observation(**await self._calls.event(STEP, step, turn.content, turn))
         if not observation.done:
             reader = role or self if observation.role is None else self.player(observation.role)
             reader.append_messages([{"role": "user", "content": observation.text}])

@@ -61,8 +61,6 @@ class SamplerConfig:
     idle_exit_seconds: float | None = None
     cut_after: int | None = None
     """Steps after which a trajectory that still runs is cut; None: never."""
-    grace_seconds: float | None = None
-    """How long trajectories may go on after a stop signal; None: the default of ``Pool.release``."""
 
 
 class Sampler(SlotLeases):
@@ -86,6 +84,7 @@ class Sampler(SlotLeases):
         self._tails = None if config.cut_after is None else Tails(store, self._pool, config.cut_after)
         scores = QueuedScores(worker.scoring, split=config.split, owner=f"{config.owner}-scoring")
         self._scores = Pool(store, scores, config.claims, config.scorings)
+        self._scoring_ended = asyncio.Event()
         self._late = LateServers(worker.tools, worker.outages, worker.sampling.outage_wait_seconds)
         self._has_claimed = False
         self._has_changed = False
@@ -105,14 +104,17 @@ class Sampler(SlotLeases):
         """Return the number of trajectories that this sampler scored."""
         return self._pool.filled
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Sample until done or stopped; then finish or release the claims still held."""
+    async def run(self, stop: asyncio.Event, at_once: asyncio.Event | None = None) -> None:
+        """Sample until done or stopped; then let running calls end, and release the claims still held.
+
+        ``at_once`` ends the wait for running calls.
+        """
         self._outages.changed = self._outage_changed
         self._late.begin()
         jobs = [
             self._housekeeping.finalize_own(), self._housekeeping.work_for_all(),
             self._housekeeping.finalize_filled(), self._watch_work(), self._watch_training(),
-            self._scores.run(stop),
+            self._score_queued(stop, at_once), self._sweep_snapshots(),
             report_outages(self.store, lambda: self._outages.open, self.owner), collect_while_idle(),
             self._late.run(
                 lambda: require_tools(self.store, self._worker.tools, self.split), lambda: self._has_claimed
@@ -125,10 +127,25 @@ class Sampler(SlotLeases):
                 await self._pool.work(stop)
             finally:
                 # Finalize before the jobs end: one that is cancelled would lose the groups it has taken.
-                if await self._pool.release(self._config.grace_seconds):
+                self._worker.stop.set()
+                released = await self._pool.release(at_once)
+                if stop.is_set():
+                    await self._scoring_ended.wait()  # as a job that is cancelled it would release nothing
+                if released:
                     await bounded(self._housekeeping.finalize_completed())
                 self._outages.changed = lambda: None
         logger.info("sampler ends", extra={"scored": self.scored})
+
+    async def _score_queued(self, stop: asyncio.Event, at_once: asyncio.Event | None) -> None:
+        try:
+            await self._scores.run(stop, at_once=at_once)
+        finally:
+            self._scoring_ended.set()
+
+    async def _sweep_snapshots(self) -> None:
+        """Delete the files of trajectories whose samplers were killed when they were over."""
+        if self._worker.snapshots is not None:
+            await self._worker.snapshots.sweep(self.store.tasks.unfinished_records)
 
     def _changed(self) -> None:
         self._has_changed = True
@@ -158,7 +175,6 @@ class Sampler(SlotLeases):
                 owner=self.owner,
                 lease_seconds=self._config.claims.lease_seconds,
                 max_groups_open=limit,
-                max_attempts=self._config.claims.max_attempts,
                 selection=self._config.selection,
                 without=replace(needs, environments=needs.environments | full),
             )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from agentrl.base.concurrency import background, wait_for_any
 from agentrl.base.processes import stop_on_signals
 from agentrl.base.registry import import_modules
 from agentrl.base.user_code import allow, names_outside
@@ -19,7 +22,7 @@ from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.parsers.arguments import load_validator
 from agentrl.chat.parsers.parser import PARSERS
 from agentrl.columns.outages import Outages
-from agentrl.columns.pool import owner_name
+from agentrl.columns.pool import bounded, owner_name
 from agentrl.config.agreement import sampler_settings
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
@@ -41,6 +44,7 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.environments.environment import use_containers
+from agentrl.environments.snapshots import Snapshots
 from agentrl.errors import ModelError
 from agentrl.inference.engine import Router
 from agentrl.inference.session import EngineRouter, LiveEngines
@@ -56,7 +60,8 @@ from agentrl.scoring.groups import ESTIMATORS
 from agentrl.store.claims import GroupLimit
 from agentrl.store.client import Store, open_store
 from agentrl.store.epochs import CURRICULUM, ORDER, Selection
-from agentrl.store.mechanics.retry import retry_outages
+from agentrl.store.mechanics.retry import log_store_errors, retry_outages
+from agentrl.store.services import SAMPLER_BEAT_SECONDS
 from agentrl.tools.browse import open_browse_agent
 from agentrl.tools.pool import ToolPool
 from agentrl.weights.folder import replayed_experts, require_folder
@@ -202,8 +207,9 @@ class SamplerGateway:
 
     @asynccontextmanager
     async def open(
-        self, claim: Claim, *, train: str, max_calls: int, takes_reward: bool = True
-    ) -> AsyncIterator[Endpoint]:
+        self, claim: Claim, *, train: str, max_calls: int, takes_reward: bool = True,
+        volatile: Sequence[str] = (),
+    ) -> AsyncIterator[Endpoint]:  # fmt: skip
         """Return the endpoint of a trajectory."""
         if self.host is None:
             from agentrl.gateway.answerer import Answerer
@@ -219,7 +225,7 @@ class SamplerGateway:
             )
             self.host = GatewayHost(answerer, self.configs[GatewayConfig])
         async with self.host.open(
-            claim, train=train, max_calls=max_calls, takes_reward=takes_reward
+            claim, train=train, max_calls=max_calls, takes_reward=takes_reward, volatile=volatile
         ) as endpoint:
             yield endpoint
 
@@ -258,6 +264,11 @@ async def open_worker(
     gateway = SamplerGateway(
         store=store, configs=configs, router=engines, chat_format=chat_format, params=params
     )
+    run, containers = configs[RunConfig], configs[ContainerConfig]
+    snapshots = Snapshots(
+        containers.snapshots_to or f"{run.output}/snapshots", store.settings.owner,
+        containers.snapshot_mb << 20,
+    )  # fmt: skip
     async with AsyncExitStack() as stack:
         # Push in this order so that the gateway closes first: its requests use the tools and the engines.
         stack.push_async_callback(router.close)
@@ -273,7 +284,7 @@ async def open_worker(
             store=store, router=engines, tools=tools, chat_format=chat_format, params=params,
             seed=configs[RunConfig].seed, agent=agent, sampling=sampling, claims=configs[ClaimConfig],
             stop=stop or asyncio.Event(), outages=outages, gateway=gateway,
-            environment_timeout=configs[ToolConfig].tool_timeout_seconds,
+            environment_timeout=configs[ToolConfig].tool_timeout_seconds, snapshots=snapshots,
         )  # fmt: skip
         yield worker, router
 
@@ -335,7 +346,8 @@ async def sample(configs: Configs) -> None:
         idle_exit_seconds=sampling.idle_exit_seconds,
         cut_after=admission.max_staleness + 1 if sampling.tail_policy == "cut" else None,
     )
-    stop = stop_on_signals()
+    at_once = asyncio.Event()
+    stop = stop_on_signals(at_once)
     with retry_outages(run.db_wait_seconds, stop):
         require_extensions(configs)
         require_folder(configs[ModelConfig])
@@ -365,4 +377,28 @@ async def sample(configs: Configs) -> None:
                 async def groups_allowed() -> GroupLimit:
                     return await admission.groups_allowed(store, router.engines.policy_versions())
 
-                await Sampler(store, worker, finalizer, config, groups_allowed).run(stop)
+                sampler = Sampler(store, worker, finalizer, config, groups_allowed)
+                async with background(_stay_listed(store, config.owner, stop)):
+                    await sampler.run(stop, at_once)
+
+
+async def _stay_listed(store: Store, owner: str, stop: asyncio.Event) -> None:
+    """List the sampler ``owner`` among those of the run until cancelled; set ``stop`` if it is to drain."""
+    host, pid = socket.gethostname(), os.getpid()
+    with log_store_errors(logger, "samplers that died stay listed"):
+        await store.samplers.sweep()
+    try:
+        while True:
+            was_stopping = stop.is_set()
+            with log_store_errors(logger, "the heartbeat of this sampler could not be sent"):
+                asked_by = await store.samplers.beat(owner, host=host, pid=pid, is_draining=was_stopping)
+                if asked_by is not None and not was_stopping:
+                    logger.info("this sampler drains", extra={"by": asked_by})
+                    stop.set()
+            if was_stopping:
+                await asyncio.sleep(SAMPLER_BEAT_SECONDS)
+            else:
+                # Wake at ``stop``, so that lists show at once that this sampler drains.
+                await wait_for_any(stop, timeout=SAMPLER_BEAT_SECONDS)
+    finally:
+        await bounded(store.samplers.end(owner))

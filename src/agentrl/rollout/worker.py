@@ -12,21 +12,24 @@ from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.base.spans import Span
 from agentrl.base.user_code import allow, contain, contain_call, is_allowed
+from agentrl.calls.journal import Journal
 from agentrl.calls.trace import end_trajectory, trajectory_span
 from agentrl.calls.trajectory_calls import CallWriter, TrajectoryCalls
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.columns.outages import Clock, HeldTools, Outages
 from agentrl.columns.scores import Scoring
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, ToolConfig
-from agentrl.documents.record import Failure
+from agentrl.documents.record import Failure, Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, Task
 from agentrl.environments.environment import EnvironmentSession, environment_names, names_of, open_environment
+from agentrl.environments.snapshots import Snapshots
 from agentrl.errors import (
     ConfigError,
     FailureError,
     LeaseLostError,
+    ReplayError,
     ScorerError,
     SessionLostError,
     StoreDeniedError,
@@ -75,13 +78,17 @@ class Worker:
     sampling: SamplingConfig
     claims: ClaimConfig
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when this process must stop; failures of engines and tool servers then count as interruptions."""
+    """Set when this process must stop: calls that run may end, and no other begins.
+
+    Failures of engines and tool servers then count as interruptions."""
     environment_timeout: float = ToolConfig.tool_timeout_seconds
     """Bound of each call of an environment's method, in seconds."""
     outages: Outages = field(default_factory=Outages)
     """The circuit breakers of this process."""
     gateway: Gateway | None = None
     """Opens base URLs for agents that are clients of a model API."""
+    snapshots: Snapshots | None = None
+    """Keeps the files that trajectories change in their containers; None: none are kept."""
 
     @cached_property
     def scoring(self) -> Scoring:
@@ -94,10 +101,10 @@ class Worker:
         While an engine or a tool server is down, the trajectory waits. If it waits too long, its slot is
         released. A trajectory that gets no score waits for one, sampled, in the queue. Any other failure is
         stored in the Record, and any sampler retries it later. On cancellation the caller must
-        release the claim; a failure of an engine, a tool server or a scorer while this process stops counts
-        as cancellation. Raises StoreError if the database stays unavailable or refuses this user, and
-        ConfigError if this process cannot work on the task: the caller must release the claim then too. A
-        value that no document can hold fails this trajectory only.
+        release the claim. While this process stops, a trajectory cancels itself at its next call, and at a
+        failure of an engine, a tool server or a scorer. Raises StoreError if the database stays unavailable
+        or refuses this user, and ConfigError if this process cannot work on the task: the caller must release
+        the claim then too. A value that no document can hold fails this trajectory only.
         """
         with trajectory_span(claim, claim.task.agent_name or self.agent.agent_name) as span:
             if span.trace_id is not None:
@@ -120,6 +127,9 @@ class Worker:
                 await self._fail(claim, "timeout", f"the trajectory took longer than {limit:g} s")
             except FailureError as error:
                 span.fail(error.kind, str(error))
+                if isinstance(error, ReplayError):
+                    await self._begin_anew(claim, error)
+                    return False
                 is_lost = isinstance(error, SessionLostError)
                 # Blame a slot whose trajectories lose session after session: they may end the server.
                 is_to_blame = is_lost and self.outages.count_lost_session(claim.task.id, claim.traj_id)
@@ -140,14 +150,17 @@ class Worker:
 
     async def _run_trajectory(self, claim: Claim, clock: Clock) -> tuple[Rollout, Outcome]:
         # Create the Record before anything can fail: it is where the failure is stored.
-        await self.store.records.create(claim)
+        record = await self.store.records.create(claim)
+        journal = await self._journal(claim, record)
+        clock.spend(journal.seconds)
         name = claim.task.agent_name or self.agent.agent_name
         agent = await self._import(claim.task, name)
-        environment = open_environment(claim.task, call_timeout=self.environment_timeout)
+        files = None if self.snapshots is None else self.snapshots.of(claim.record_id, claim.attempt)
+        environment = open_environment(claim.task, call_timeout=self.environment_timeout, files=files)
         await self.store.records.advance(claim, RecordStatus.RUNNING)
         async with (
             CallWriter(self.store, claim) as writer,
-            self._open_rollout(claim, environment, writer, clock) as rollout,
+            self._open_rollout(claim, record, journal, environment, writer, clock) as rollout,
         ):
             outcome = await self._run_agent(claim, agent, name, rollout, writer)
         await self.store.records.advance(
@@ -158,9 +171,26 @@ class Worker:
             tool_rewards=rollout.tool_rewards,
             agent_score=rollout.agent_score,
             harness=rollout.harness_run,
+            partial=None,
             **({} if rollout.train_rule is None else {"train_rule": rollout.train_rule}),
         )
+        await self._delete_files(claim)
         return rollout, outcome
+
+    async def _journal(self, claim: Claim, record: Record) -> Journal:
+        """Return what earlier owners of the trajectory have done."""
+        # Spare new trajectories the query.
+        calls = await self.store.model_calls.by_record(record.id) if record.traj else []
+
+        async def drop(first: int) -> None:
+            await self.store.model_calls.drop(claim, first)
+
+        async def note(journal: Journal) -> None:
+            await self.store.records.note(
+                claim, replayed=journal.replayed, tokens=journal.tokens, tool_seconds=journal.tool_seconds
+            )
+
+        return Journal(calls, drop, note)
 
     async def _import(self, task: Task, agent_name: str) -> Agent | AgentClass:
         """Return the agent; check that this process can use it and the task's scorer and answer schema."""
@@ -173,12 +203,29 @@ class Worker:
 
     @asynccontextmanager
     async def _open_rollout(
-        self, claim: Claim, environment: EnvironmentSession | None, writer: CallWriter, clock: Clock
-    ) -> AsyncIterator[Rollout]:
+        self, claim: Claim, record: Record, journal: Journal, environment: EnvironmentSession | None,
+        writer: CallWriter, clock: Clock,
+    ) -> AsyncIterator[Rollout]:  # fmt: skip
         """Open the tools, the environment and the engine of a trajectory; yield the Rollout over them."""
+        trajectory = asyncio.current_task()
+        assert trajectory is not None
+
+        def begin() -> None:
+            """Let a call begin; while this process stops, cancel the trajectory instead.
+
+            Why not an error? An agent may catch it and return an answer; `contain` lets no agent suppress the
+            cancellation of its trajectory.
+            """
+            if self.stop.is_set():
+                trajectory.cancel()
+                raise asyncio.CancelledError("this process stops: no call begins")
 
         async def hold(call: Callable[[], Awaitable[T]]) -> T:
-            return await self.outages.hold(call, clock)
+            async def made() -> T:
+                begin()
+                return await call()
+
+            return await self.outages.hold(made, clock)
 
         async with AsyncExitStack() as stack:
             session = await hold(
@@ -188,16 +235,16 @@ class Worker:
                 # Record the success: ``hold`` records only those of calls that have failed before.
                 self.outages.breaker(environment.dependency).succeeded()
             tools = HeldTools(session, self.outages, clock)
-            # Spare first attempts the query: only an earlier one can have left tokens.
-            partial = await self.store.records.latest_partial(claim) if claim.attempt > 1 else None
             engine = await stack.enter_async_context(
-                self.router.session(claim.record_id, claim.task.id, partial, clock.stopped)
+                self.router.session(claim.record_id, claim.task.id, record.partial, clock.stopped)
             )
             await stack.enter_async_context(self._keeping_partial(claim, engine))
             calls = TrajectoryCalls(
                 claim, self.agent, chat_format=self.chat_format, engine=engine, params=self.params,
-                seed=self.seed, write=writer.write, images=self.store.images, hold=hold,
+                seed=self.seed, writer=writer, journal=journal, images=self.store.images, hold=hold,
+                begin=begin, environment=environment,
             )  # fmt: skip
+            stack.push_async_callback(calls.stop_keeping)
             yield Rollout(
                 claim, self.agent, calls=calls, tools=tools,
                 schemas=await contain(tools.list, "tools", ToolServerError),
@@ -259,6 +306,20 @@ class Worker:
         )
         await self.store.attempts.release(claim)
 
+    async def _begin_anew(self, claim: Claim, error: ReplayError) -> None:
+        """Release the slot of a trajectory that cannot go on; this uses up no attempt."""
+        logger.warning(
+            "a trajectory begins anew: its tools are not as they were",
+            extra={"record": claim.record_id, "why": failure_text(error)},
+        )
+        await self.store.attempts.release(claim, restart=True)
+        await self._delete_files(claim)
+
+    async def _delete_files(self, claim: Claim) -> None:
+        """Delete the snapshots of a trajectory that nobody goes on with."""
+        if self.snapshots is not None and claim.task.environment is not None:
+            await self.snapshots.delete(claim.record_id)
+
     async def _fail(self, claim: Claim, kind: str, why: Exception | str) -> None:
         message = failure_text(why)
         if kind in _DEPENDENCIES:
@@ -276,6 +337,7 @@ class Worker:
                 max_attempts=self.claims.max_attempts,
                 backoff_seconds=self.claims.retry_backoff_seconds,
             )
+            await self._delete_files(claim)
         except (LeaseLostError, StoreUnavailableError, StoreDeniedError):
             raise
         except StoreError as error:

@@ -227,7 +227,11 @@ def _best(likeness: Callable[[str, str], float], context: ScorerContext) -> floa
 @scorer("format")
 async def well_formed(context: ScorerContext) -> ScoreResult:
     """Return 1 if the answer is marked (``answer_schema``) and every tool call is well-formed, else 0."""
-    malformed = [index for index, call in enumerate(context.calls) if call.status == CallStatus.FORMAT_ERROR]
+    malformed = [
+        index
+        for index, call in enumerate(context.calls)
+        if call.status == CallStatus.FORMAT_ERROR and not call.dropped
+    ]
     is_marked = context.final_answer is not None
     return ScoreResult(float(is_marked and not malformed), {"marked": is_marked, "malformed": malformed})
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -51,6 +51,14 @@ class ScoredCall:
     """The rewards that tools gave to their calls."""
     role: str | None = None
     """The role that made it; None for the trajectory's own conversation."""
+    dropped: bool = False
+    """It is no part of the trajectory (``Record.dropped_calls``): a reward for it counts as 0."""
+
+    @classmethod
+    def of_document(cls, call: DispatchedSamplingTask, dropped: Collection[int]) -> ScoredCall:
+        """Return what a scorer gets of a stored model call."""
+        scored = cls.of(call.response, call.tool_executions, call.status, call.role)
+        return replace(scored, dropped=call.index in dropped)
 
     @classmethod
     def of(
@@ -372,6 +380,8 @@ def _checked(name: str, result: Result, calls: Sequence[ScoredCall], what: str =
             f"{what} {name} returned the details {describe(result.details)}, which is not a mapping"
         )
     rewards = checked_turn_rewards(name, result.turn_rewards, len(calls))
+    if rewards and any(call.dropped for call in calls):
+        rewards = [0.0 if call.dropped else reward for call, reward in zip(calls, rewards, strict=True)]
     roles = checked_role_rewards(name, result.role_rewards, [call.role for call in calls], what)
     return ScoreResult(_number(f"{what} {name}", result.score), details, rewards, roles)
 
@@ -386,15 +396,15 @@ def stored_context(
     task: Task, record: Record, calls: Sequence[DispatchedSamplingTask], agent_config_path: str
 ) -> ScorerContext:
     """Return a scorer's input, read from stored documents; without messages if they were pruned."""
-    path: Sequence[DispatchedSamplingTask] = of_main_role(calls)
+    path: Sequence[DispatchedSamplingTask] = of_main_role(
+        [call for call in calls if call.index not in record.dropped_calls]
+    )
     is_branched = any(call.parent not in (None, before.id) for before, call in pairwise(path))
     if is_branched or record.train_rule is not None:
         main = main_branch(branches_of(path))
         path = () if main is None else main.calls
     first = max((number for number, call in enumerate(path) if call.parent is None), default=0)
-    scored = tuple(
-        ScoredCall.of(call.response, call.tool_executions, call.status, call.role) for call in calls
-    )
+    scored = tuple(ScoredCall.of_document(call, record.dropped_calls) for call in calls)
     return ScorerContext(
         query=task.query,
         final_answer=record.final_answer,

@@ -15,9 +15,9 @@ from rich.text import Text
 from agentrl.documents.run import Evaluation
 from agentrl.documents.status import SHOWN_STATUSES, DataStatus, ServiceStatus, TaskStatus
 from agentrl.observe.progress import metric_text
-from agentrl.observe.terminal import MISSING, age, excerpt, fixed, table, table_of, to_json
+from agentrl.observe.terminal import MISSING, age, duration, excerpt, fixed, table, table_of, to_json
 from agentrl.screens.snapshot import RunSnapshot, findings, state
-from agentrl.screens.views.counts import RunDetails
+from agentrl.screens.views.counts import Continued, RunDetails
 from agentrl.screens.views.pipelines import StepRow
 from agentrl.store.run_list import Activity, RunSummary
 
@@ -67,6 +67,8 @@ def _lines(run: RunSnapshot, output_free: int | None) -> Iterator[tuple[str, Tex
     for failure in run.failures[:_NAMES_SHOWN]:
         text = Text(f"{failure.kind} {failure.count:,}", style="yellow")
         yield "failed", text.append(f"  {excerpt(failure.message, 100)}", style="dim")
+    if run.continued.any:
+        yield "continued", Text(continued_text(run.continued))
     yield "disk", _disk(run, output_free)
 
 
@@ -164,6 +166,23 @@ def _weights(run: RunSnapshot) -> Iterator[tuple[str, Text]]:
     yield "weights", text
 
 
+def continued_text(continued: Continued) -> str:
+    """Return what did not have to be done again, and what had to be."""
+    parts = [
+        f"{continued.trajectories:,} trajectories in another process ({continued.died:,} owners died,"
+        f" {continued.released:,} released them)",
+        f"{continued.turns:,} turns, {continued.tokens:,} tokens and {duration(continued.tool_seconds)} of"
+        " tools not repeated",
+    ]
+    if continued.diverged:
+        parts.append(f"{continued.diverged:,} diverged, {continued.dropped:,} turns dropped")
+    if continued.restarted:
+        parts.append(f"{continued.restarted:,} begun anew")
+    if continued.poison:
+        parts.append(f"{continued.poison:,} poison")
+    return "; ".join(parts)
+
+
 def _disk(run: RunSnapshot, output_free: int | None) -> Text:
     disk = run.disk
     parts = []
@@ -238,6 +257,7 @@ def common_json(run: RunSnapshot) -> dict[str, Any]:
         "samplers": to_json(run.liveness.claims),
         "outages": to_json(run.liveness.outages),
         "failures": to_json(run.failures),
+        "continued": to_json(run.continued),
     }
 
 
@@ -379,6 +399,19 @@ def _sampling(run: RunSnapshot, details: RunDetails) -> Iterator[Table]:
         ("kind", lambda row: row.kind),
         ("count", lambda row: row.count),
         ("newest message", lambda row: excerpt(row.message, 90)),
+    )  # fmt: skip
+    yield table_of(
+        "Trajectories that went on in another process", [run.continued] if run.continued.any else [],
+        ("trajectories", lambda row: row.trajectories),
+        ("owners died", lambda row: row.died),
+        ("released", lambda row: row.released),
+        ("turns saved", lambda row: row.turns),
+        ("tokens saved", lambda row: f"{row.tokens:,}"),
+        ("tools saved", lambda row: duration(row.tool_seconds)),
+        ("diverged", lambda row: row.diverged),
+        ("turns dropped", lambda row: row.dropped),
+        ("begun anew", lambda row: row.restarted),
+        ("poison", lambda row: row.poison),
     )  # fmt: skip
     yield table_of(
         "Training groups", details.groups,

@@ -39,7 +39,7 @@ from agentrl.documents.status import (
 )
 from agentrl.lab.deletion import Retractions
 from agentrl.observe.terminal import duration, percent
-from agentrl.screens.views.counts import Counts, FailureCount, Rates
+from agentrl.screens.views.counts import Continued, Counts, FailureCount, Rates
 from agentrl.screens.views.pipelines import EngineRow, StepRow
 from agentrl.screens.views.read import Views
 from agentrl.store.client import Store
@@ -132,6 +132,8 @@ class RunSnapshot:
     failures: Sequence[FailureCount]
     """Failed attempts by kind, the most frequent first, then groups."""
     rates: Rates
+    continued: Continued
+    """Trajectories that went on in another process."""
     engines: Sequence[EngineRow]
     versions: Sequence[PublishedVersion]
     """The newest published versions, newest first."""
@@ -308,6 +310,7 @@ class SnapshotReader:
             "quarantined_because": counts.quarantined_because(),
             "failures": self._cached("failures", counts.failures, _SLOW_SECONDS, _STALE_SECONDS),
             "rates": self._cached("rates", lambda: counts.rates(liveness.at)),
+            "continued": self._cached("continued", counts.continued, _SLOW_SECONDS, _STALE_SECONDS),
             "engines": self._cached("engines", self._views.engines),
             "versions": self._cached("versions", lambda: store.policy_versions.published(LAST_VERSIONS)),
             "past_outages": store.outages.past(_PAST_OUTAGES),
@@ -383,6 +386,7 @@ _REWARD_LOSS = 0.25
 """Of the span between the lowest and the highest reward."""
 _FAILED_WARN, _FAILED_BAD = 0.05, 0.3
 _FEW_ATTEMPTS = 10
+_DIVERGED_WARN = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -630,6 +634,25 @@ def _failures(run: RunSnapshot) -> Iterator[Finding]:
         )
 
 
+def _continued(run: RunSnapshot) -> Iterator[Finding]:
+    continued = run.continued
+    if continued.poison:
+        yield Finding(
+            severity="warn",
+            what=f"{continued.poison:,} trajectories failed as poison: each killed its samplers at one place",
+            hint="agentrl audit records --failure poison names them; mend what kills a sampler there, then"
+            " agentrl db reopen --failure_kind poison",
+        )
+    diverged, moved = continued.diverged, continued.trajectories
+    if moved >= _FEW_ATTEMPTS and diverged > _DIVERGED_WARN * moved:
+        yield Finding(
+            severity="warn",
+            what=f"{diverged:,} of {moved:,} trajectories that went on in another process diverged from their"
+            f" journal, which dropped {continued.dropped:,} model calls",
+            hint="let the agent ask for time, randomness and look-ups by rollout.once: docs/durable.md",
+        )
+
+
 _CHECKS: Sequence[Callable[[RunSnapshot], Iterator[Finding]]] = (
     _outages,
     _engines,
@@ -638,4 +661,5 @@ _CHECKS: Sequence[Callable[[RunSnapshot], Iterator[Finding]]] = (
     _means,
     _learning,
     _failures,
+    _continued,
 )

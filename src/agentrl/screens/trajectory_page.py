@@ -13,23 +13,28 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
+from agentrl.columns.pool import host_of
 from agentrl.data.finalize_group import describe_share, mask_reason, why_untrained
 from agentrl.documents.document import now
 from agentrl.documents.images import ImageRef, image_refs, text_of
 from agentrl.documents.model_call import (
+    STEP,
     Branch,
     DispatchedSamplingTask,
+    Event,
     ToolExecution,
     branches_of,
     full_messages,
     main_branch,
     strip_tool_results,
 )
-from agentrl.documents.record import CommandRun, Ending, HarnessRun, Record
-from agentrl.documents.status import CallStatus
+from agentrl.documents.record import CommandRun, Ending, HarnessRun, Ownership, Record
+from agentrl.documents.status import CallStatus, RecordStatus
+from agentrl.documents.task import record_key
 from agentrl.observe.terminal import MISSING, age, clean, excerpt, fixed, plain, table_of, versions
 from agentrl.screens.views.pipelines import TrajectoryRow
 from agentrl.screens.views.read import WholeTrajectory
+from agentrl.store.records import LEASE, RELEASED, RESTARTED
 
 THOUGHT: Final = "thought"
 RESPONSE: Final = "response"
@@ -116,6 +121,16 @@ class ToolView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EventView:
+    """What came back after a model call other than from a tool."""
+
+    what: str
+    arguments: Shown | None
+    result: Shown
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TurnView:
     """One model call: what it read, thought, said and called."""
 
@@ -129,7 +144,30 @@ class TurnView:
     thought: Shown | None
     text: Shown | None
     tools: Sequence[ToolView]
+    events: Sequence[EventView]
+    owner: int | None
+    """The number of the owner that made it; None if the trajectory has one owner, or it is unknown."""
     notes: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerView:
+    """One process that sampled the trajectory."""
+
+    ownership: Ownership
+    number: int
+    """From 1."""
+    host: str | None
+    until: datetime | None
+    """When it ended; None if it holds the trajectory."""
+    ended: str
+    """Why it ended."""
+    saved: str | None
+    """What came from the journal; None: nothing did."""
+    diverged: str | None
+    """Where it went another way than the journal, and what that dropped; None: it did not."""
+    kept_as: str | None
+    """The Record of what it dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +218,69 @@ def _turn_view(
         thought=shown(thought) if thought.strip() else None,
         text=shown(text) if text.strip() else None,
         tools=list(_tools(call)),
+        events=[event_view(event) for event in call.events],
+        owner=_owner_number(record, call.attempt),
         notes=list(_notes(record, call)),
     )
+
+
+def _owner_number(record: Record, attempt: int | None) -> int | None:
+    attempts = [owner.attempt for owner in record.owners]
+    return attempts.index(attempt) + 1 if len(attempts) > 1 and attempt in attempts else None
+
+
+def event_view(event: Event) -> EventView:
+    """Return an event for a page."""
+    is_step = event.name == STEP
+    # Leave out what the environment was told: it is the text of the turn.
+    arguments = None if is_step or event.arguments is None else shown(json_text(event.arguments))
+    return EventView(
+        what="environment step" if is_step else f"once {event.name}", arguments=arguments,
+        result=shown(json_text(event.result)), seconds=event.seconds,
+    )  # fmt: skip
+
+
+_ENDED = {
+    RELEASED: "released: it stopped, was drained, or something was down",
+    LEASE: "its lease ran out: it died or fell silent",
+    RESTARTED: "begun anew: its tools could not be restored",
+}
+
+
+def owner_views(record: Record) -> list[OwnerView]:
+    """Return who sampled a trajectory, in order."""
+    return [_owner_view(record, number, owner) for number, owner in enumerate(record.owners, 1)]
+
+
+def _owner_view(record: Record, number: int, owner: Ownership) -> OwnerView:
+    is_last = number == len(record.owners)
+    until, ended = owner.until, owner.ended
+    if ended is None and not is_last:
+        ended = "another took the trajectory over"
+    elif ended is None and record.failure is not None:
+        until, ended = record.failure.at, f"failed: {record.failure.kind}"
+    elif ended is None and record.stop_reason is not None:
+        until, ended = record.completed_at, f"ended the trajectory: {record.stop_reason}"
+    seconds = f" and {owner.tool_seconds:,.1f} s of tools" if owner.tool_seconds else ""
+    return OwnerView(
+        ownership=owner, number=number, host=host_of(owner.owner), until=until,
+        ended="holds the trajectory" if ended is None else _ENDED.get(ended, ended),
+        saved=f"{owner.replayed} turns, {owner.tokens:,} tokens{seconds}" if owner.replayed else None,
+        diverged=None if owner.diverged_at is None
+        else f"diverged at turn {owner.diverged_at + 1}, {owner.dropped} turns dropped",
+        kept_as=record_key(record.task, record.traj_id, owner.attempt) if owner.dropped else None,
+    )  # fmt: skip
+
+
+def other_text(other: Record) -> str:
+    """Return what another Record of the slot is: a failure, a branch that was dropped, or an earlier try."""
+    if other.failure is not None:
+        return f"{other.failure.kind}: {other.failure.message}"
+    if other.status is RecordStatus.RELEASED and not other.owners:
+        return "a branch that a divergence dropped; never trained"
+    if other.status is RecordStatus.RELEASED:
+        return _ENDED.get(other.owners[-1].ended or "", "released")
+    return f"score {fixed(other.score)}" if other.score is not None else str(other.status)
 
 
 def _messages(
@@ -207,7 +306,7 @@ def _tools(call: DispatchedSamplingTask) -> Iterator[ToolView]:
             yield ToolView(
                 name=execution.name, arguments=shown(json_text(execution.arguments)),
                 result=shown(execution.result), is_error=execution.error, seconds=execution.seconds,
-                server=execution.server, reward=execution.reward, note=condensed_note(execution),
+                server=execution.server, reward=execution.reward, note=tool_note(execution),
                 images=execution.images,
             )  # fmt: skip
         return
@@ -225,7 +324,9 @@ def _notes(record: Record, call: DispatchedSamplingTask) -> Iterator[str]:
         yield f"answered by {call.fixed.model}, not by the policy: never trained"
     elif (parameter := mask_reason(call)) is not None:
         yield f"cannot be trained: sampled with {parameter}"
-    if call.index in record.untrained_calls:
+    if call.index in record.dropped_calls:
+        yield "not trained: the program that went on with the trajectory did not ask for it again"
+    elif call.index in record.untrained_calls:
         yield f"not trained: the rule {record.train_rule} leaves it out"
     if call.error:
         yield call.error
@@ -234,13 +335,13 @@ def _notes(record: Record, call: DispatchedSamplingTask) -> Iterator[str]:
 def branch_views(record: Record, calls: Sequence[DispatchedSamplingTask]) -> list[BranchView]:
     """Return the conversations of a trajectory; the main one is named."""
     branches = branches_of(calls)
-    main = main_branch(branches)
+    main = main_branch([each for each in branches if each.indexes[-1] not in record.dropped_calls])
     left_out = record.untrained_calls
     untrained = {call.index for call in calls if why_untrained(call, record.train_rule, left_out)}
     return [
         BranchView(
             turns=[index + 1 for index in branch.indexes],
-            what=_what(branch, is_main=branch is main),
+            what=_what(record, branch, is_main=branch is main),
             trained=_trained(branch, untrained),
             request=next(filter(str.strip, map(_text, branch.calls[-1].messages)), ""),
         )
@@ -248,7 +349,9 @@ def branch_views(record: Record, calls: Sequence[DispatchedSamplingTask]) -> lis
     ]
 
 
-def _what(branch: Branch, *, is_main: bool) -> str:
+def _what(record: Record, branch: Branch, *, is_main: bool) -> str:
+    if branch.indexes[-1] in record.dropped_calls:
+        return "dropped"
     role = branch.calls[-1].role
     if role is not None:
         return f"role {role}"
@@ -280,8 +383,10 @@ def beginning_of(call: DispatchedSamplingTask) -> str | None:
     return "the context was reset: this is the whole new prompt"
 
 
-def condensed_note(execution: ToolExecution) -> str | None:
-    """Return how models condensed a tool's result; None if they did not."""
+def tool_note(execution: ToolExecution) -> str | None:
+    """Return that a tool call was interrupted, or how models condensed its result; None for others."""
+    if not execution.finished:
+        return "not ended: it had begun, and may have taken effect; it is never made again"
     if (condensed := execution.condensed) is None:
         return None
     if condensed.problem is not None:
@@ -325,7 +430,8 @@ def _turn_of(call_id: str | None) -> int | None:
 def part_text(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None, part: str) -> str | None:
     """Return the whole text that ``part`` of a turn names; None if there is no such part.
 
-    Parts are ``thought``, ``response``, ``message-N``, ``arguments-N`` and ``result-N``, with N from 0.
+    Parts are ``thought``, ``response``, ``message-N``, ``arguments-N``, ``result-N``, ``told-N`` and
+    ``event-N``, with N from 0.
     """
     if part in (THOUGHT, RESPONSE):
         return content_text(call.response.get("reasoning_content" if part == THOUGHT else "content"))
@@ -339,6 +445,9 @@ def part_text(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | Non
     if kind in ("arguments", "result") and index < len(call.tool_executions):
         execution = call.tool_executions[index]
         return json_text(execution.arguments) if kind == "arguments" else execution.result
+    if kind in ("told", "event") and index < len(call.events):
+        event = call.events[index]
+        return json_text(event.arguments if kind == "told" else event.result)
     return None
 
 
@@ -401,6 +510,7 @@ def render_trajectory(trajectory: WholeTrajectory) -> RenderableType:
     record, calls = trajectory.record, trajectory.calls
     by_id = {call.id: call for call in calls}
     parts: list[RenderableType] = [_header(record, calls, trajectory.trained_at_steps)]
+    parts += _owners(record)
     parts += _branches(record, calls)
     for call in calls:
         parts += _turn(call, by_id.get(call.parent) if call.parent else None, _call_notes(call, record))
@@ -408,7 +518,7 @@ def render_trajectory(trajectory: WholeTrajectory) -> RenderableType:
         parts += _harness(record.harness)
     parts += _ending(record, calls)
     parts += _reported_reward(record)
-    parts += _history(trajectory.failures)
+    parts += _history(trajectory.others)
     return Group(*parts)
 
 
@@ -471,6 +581,11 @@ def _turn(
     yield from _message({"role": "assistant", **call.response}, skip_calls=bool(call.tool_executions))
     for execution in call.tool_executions:
         yield from _execution(execution)
+    for event in map(event_view, call.events):
+        told = "" if event.arguments is None else f"({event.arguments.text})"
+        yield _indented(plain(f"→ {event.what}{told}", "yellow"))
+        yield _indented(plain(f"← in {event.seconds:.3f} s", "dim"))
+        yield _indented(plain(event.result.text), 4)
     if call.error:
         yield plain(f"  {call.error}", "red")
     if call.fixed is None and (parameter := mask_reason(call)) is not None:
@@ -499,7 +614,7 @@ def _execution(execution: ToolExecution) -> Iterator[RenderableType]:
     what = "error" if execution.error else "result"
     style = "red" if execution.error else "dim"
     yield _indented(plain(f"← {what}{where} in {execution.seconds:.3f} s", style))
-    if (note := condensed_note(execution)) is not None:
+    if (note := tool_note(execution)) is not None:
         yield _indented(plain(note, "yellow" if note.startswith("not ") else "dim"))
     yield _indented(plain(execution.result), 4)
 
@@ -524,8 +639,9 @@ def _branches(record: Record, calls: Sequence[DispatchedSamplingTask]) -> Iterat
 
 
 def _call_notes(call: DispatchedSamplingTask, record: Record) -> str:
-    """Return what the title of a turn says about its place in the tree."""
-    notes = []
+    """Return what the title of a turn says about who made it, and about its place in the tree."""
+    owner = _owner_number(record, call.attempt)
+    notes = [] if owner is None else [f"by owner {owner}"]
     before = _turn_of(call.parent or call.follows)
     if before not in (None, call.index):
         notes.append(f"continues turn {before}")
@@ -588,17 +704,34 @@ def _ending(record: Record, calls: Sequence[DispatchedSamplingTask]) -> Iterator
         yield plain(f"failed     {record.failure.kind}: {record.failure.message}", "red")
 
 
-def _history(failures: Sequence[Record]) -> Iterator[RenderableType]:
-    """Yield a line for each failed attempt at the trajectory."""
-    if not failures:
+def _owners(record: Record) -> Iterator[RenderableType]:
+    """Yield two lines for each owner of a trajectory that went on in another process."""
+    if len(record.owners) < 2:
         return
-    yield Rule(Text("failed attempts at this trajectory"), align="left", style="dim")
-    for record in failures:
-        if record.failure is None:
-            continue
-        when, who = f"{record.failure.at:%Y-%m-%d %H:%M:%S} UTC", record.owner or "nobody"
-        why = f"{record.failure.kind}: {record.failure.message}"
-        yield plain(f"attempt {record.attempt}  {when}  by {who}  {why}")
+    yield Rule(Text("owners"), align="left", style="dim")
+    for view in owner_views(record):
+        owner, host = view.ownership, "" if view.host is None else f" on {view.host}"
+        until = "now" if view.until is None else f"{view.until:%H:%M:%S}"
+        yield plain(
+            f"owner {view.number}  {owner.owner}{host} · attempt {owner.attempt}"
+            f" · {owner.since:%Y-%m-%d %H:%M:%S} to {until} UTC · {view.ended}"
+        )
+        if view.saved is not None:
+            yield _indented(plain(f"from the journal: {view.saved}"), 9)
+        if view.diverged is not None:
+            kept = "" if view.kept_as is None else f", kept as {view.kept_as}"
+            yield _indented(plain(f"{view.diverged}{kept}", "yellow"), 9)
+
+
+def _history(others: Sequence[Record]) -> Iterator[RenderableType]:
+    """Yield a line for each other Record of the trajectory's slot."""
+    if not others:
+        return
+    yield Rule(Text("other Records of this slot"), align="left", style="dim")
+    for other in others:
+        ended = other.failure.at if other.failure else other.created_at
+        when, who = f"{ended:%Y-%m-%d %H:%M:%S} UTC", other.owner or "nobody"
+        yield plain(f"{other.id}  {other.turns} turns  {when}  by {who}  {other_text(other)}")
 
 
 def _content(content: object) -> str:

@@ -24,7 +24,7 @@ from agentrl.documents.status import (
     TaskStatus,
     values,
 )
-from agentrl.documents.task import CONVERSATIONS, FEEDBACK, Claim, Task
+from agentrl.documents.task import CONVERSATIONS, FEEDBACK, Claim, Slot, Task
 from agentrl.errors import DATABASE, StoreError
 from agentrl.store.epochs import BY_BEGIN, BY_ORDER, SLOTS_AT_ONCE, Selection, TaskSelection, sort_key
 from agentrl.store.mechanics import lease
@@ -45,7 +45,14 @@ from agentrl.store.mechanics.connection import (
     use_session,
 )
 from agentrl.store.mechanics.lease import FREE, QUEUED, literal, lost_claims
-from agentrl.store.records import CompletedGroups, end_records, queue_sampled
+from agentrl.store.records import (
+    LEASE,
+    CompletedGroups,
+    adopt_records,
+    end_ownerships,
+    end_records,
+    queue_sampled,
+)
 
 _TRANSIENT = "TransientTransactionError"
 
@@ -267,7 +274,6 @@ class ClaimRequest:
     split: str
     lease_seconds: float
     limit: GroupLimit | None
-    max_attempts: int
     selection: Selection | None
     without: Needs = NOTHING
 
@@ -284,7 +290,7 @@ class Claims(Repository):
     @database_call
     async def claim(
         self, *, split: str, owner: str, lease_seconds: float,
-        max_groups_open: int | GroupLimit | None = None, max_attempts: int = 3,
+        max_groups_open: int | GroupLimit | None = None,
         selection: Selection | None = None, without: Needs = NOTHING,
     ) -> Claim | None:  # fmt: skip
         """Claim one slot by one atomic write; return None if there is nothing to claim.
@@ -293,11 +299,11 @@ class Claims(Repository):
 
         Tries in this order: an open slot of an admitted group, in the order in which groups were begun; a
         slot of a group that is admitted now, chosen by ``selection`` if given, while fewer than
-        ``max_groups_open`` groups are open (see ``GroupAdmission``); a slot whose lease has expired and that
-        has attempts left. Claims of one process that arrive at the same time share one write.
+        ``max_groups_open`` groups are open (see ``GroupAdmission``); a slot whose lease has expired. Claims
+        of one process that arrive at the same time share one write.
         """
         limit = GroupLimit(max_groups_open) if isinstance(max_groups_open, int) else max_groups_open
-        request = ClaimRequest(owner, split, lease_seconds, limit, max_attempts, selection, without)
+        request = ClaimRequest(owner, split, lease_seconds, limit, selection, without)
         return await self._claiming.write(request)
 
     @database_call
@@ -361,7 +367,7 @@ class Claims(Repository):
         }  # fmt: skip
         tasks = await self._all(Task, TASK, query)
         return [
-            Claim(task=task, traj_id=slot.traj_id, attempt=slot.attempt, owner=owner)
+            lease.claim_of(task, slot, owner)
             for task in tasks
             for slot in task.slots
             if slot.owner == owner and slot.status is SlotStatus.RUNNING
@@ -425,7 +431,7 @@ class Claims(Repository):
             if task is not None:
                 return lease.new_claims(task, owners)
         return await self._expired.take_over(
-            request.split, owners[0], request.lease_seconds, request.max_attempts, request.without.excluded
+            request.split, owners[0], request.lease_seconds, request.without.excluded
         )
 
     async def _take(self, query: Json, update: list[Json], selection: Selection | None = None) -> Json | None:
@@ -439,7 +445,13 @@ class Claims(Repository):
         updates = [
             UpdateOne(
                 {"_id": claim.record_id, "status": {"$in": values(SAMPLED)}},
-                {"$set": {"owner": claim.owner, "status": RecordStatus.COMPLETED.value}},
+                {
+                    "$set": {
+                        "owner": claim.owner,
+                        "fence": claim.attempt,
+                        "status": RecordStatus.COMPLETED.value,
+                    }
+                },
             )
             for claim in claims
         ]
@@ -497,10 +509,16 @@ RENEWAL_SECONDS = 8.0
 """Time in which every living process renews its leases after an outage; it retries at least every 5 s."""
 
 
+POISON_DEATHS = 3
+"""Owners in a row that die at one entry of a trajectory's journal: then it is what kills them."""
+
+
 class ExpiredLeases(Repository):
     """The calls on slots whose owner has not renewed its lease.
 
-    The slot of a sampled Record is never sampled again: it waits for its score.
+    The death of an owner uses no attempt: the next one goes on with the trajectory. After ``POISON_DEATHS``
+    of them without a new entry in its journal, the slot fails. The slot of a sampled Record is never sampled
+    again: it waits for its score.
     """
 
     def __init__(self, connection: Connection, completed: CompletedGroups) -> None:
@@ -508,12 +526,12 @@ class ExpiredLeases(Repository):
         self._completed = completed
 
     @database_call
-    async def reap(self, split: str, max_attempts: int = 3, *, grace_seconds: float = 0.0) -> int:
-        """End every attempt whose lease has expired; return how many.
+    async def reap(self, split: str, *, grace_seconds: float = 0.0) -> int:
+        """End every claim whose lease has expired; return how many.
 
-        The slot of a sampled Record waits for its score. Any other slot is open again, or failed at
-        ``max_attempts``. For ``grace_seconds`` after an outage of the database leases stay that expired
-        during it, because nobody could renew them.
+        The slot of a sampled Record waits for its score. Any other slot is open again, or failed as poison.
+        For ``grace_seconds`` after an outage of the database leases stay that expired during it, because
+        nobody could renew them.
         """
         query = {
             "split": split, "status": TaskStatus.RUNNING.value, "epoch": {"$ne": CONVERSATIONS},
@@ -527,14 +545,11 @@ class ExpiredLeases(Repository):
         for task in tasks:
             for slot in task.slots:
                 if slot.status is SlotStatus.RUNNING and slot.owner is not None:
-                    claim = Claim(task=task, traj_id=slot.traj_id, attempt=slot.attempt, owner=slot.owner)
-                    reaped += await self._reap_slot(claim, max_attempts, expired)
+                    reaped += await self._reap_slot(lease.claim_of(task, slot, slot.owner), slot, expired)
         return reaped
 
-    async def take_over(
-        self, split: str, owner: str, lease_seconds: float, max_attempts: int, excluded: Json
-    ) -> list[Claim]:
-        """Claim a slot whose lease has expired, and fail the Record of the attempt before; empty if none.
+    async def take_over(self, split: str, owner: str, lease_seconds: float, excluded: Json) -> list[Claim]:
+        """Claim a slot whose lease has expired, and adopt its Record; empty if there is none.
 
         Tasks that do not match the filter ``excluded`` are left. Within a lease after an outage of the
         database, leases that expired during it stay.
@@ -543,13 +558,12 @@ class ExpiredLeases(Repository):
         running: Json = {
             "split": split, "status": TaskStatus.RUNNING.value, "epoch": {"$ne": CONVERSATIONS}, **excluded,
         }  # fmt: skip
-        expired = lease.slot_expired(max_attempts)
-        if await tasks.find_one({**running, **lease.overdue(expired)}, {"_id": 1}) is None:
+        if await tasks.find_one({**running, **lease.overdue(lease.EXPIRED)}, {"_id": 1}) is None:
             return []
-        renewable = await self._renewable(expired, lease_seconds)
+        renewable = await self._renewable(lease.EXPIRED, lease_seconds)
         if renewable is None:
             return []
-        update = lease.claim_slots(renewable, [owner], lease_seconds)
+        update = lease.claim_slots(renewable, [owner], lease_seconds, expired=True)
 
         async def write() -> list[Claim]:
             document = await tasks.find_one_and_update(
@@ -560,35 +574,66 @@ class ExpiredLeases(Repository):
                 return []
             (claim,) = lease.new_claims(document, [owner])
             previous = document["last_claim"][0]["previous_owner"]
-            lost = Claim(task=claim.task, traj_id=claim.traj_id, attempt=claim.attempt - 1, owner=previous)
+            lost = replace(claim, attempt=claim.attempt - 1, owner=previous)
             if await queue_sampled(self._connection, [lost]):
-                queued = {**QUEUED, "attempt": lost.attempt, "record_id": literal(lost.record_id)}
+                # Count nothing: the attempt that sampled it waits for its score, as if nobody had claimed.
+                uncounted = {"$subtract": ["$$slot.released", 1]}
+                queued = {**QUEUED, "attempt": lost.attempt, "released": uncounted}
                 await tasks.update_one(lease.held(claim), lease.change_slot(claim, queued))
                 return []
-            message = f"the lease of {lost.owner} ran out; {claim.owner} took the slot over"
-            await end_records(self._connection, [lost], Failure(kind="lease", message=message))
+            slot = next(slot for slot in claim.task.slots if slot.traj_id == claim.traj_id)
+            fields, failure = await self._died(lost, slot)
+            task = await lease.update_slot(self._connection, claim, fields)
+            if failure is not None:
+                await end_records(self._connection, [lost], failure)
+                self._completed.note(task.split, task.id, task.status)
+                return []
+            await end_ownerships(self._connection, [lost.record_id], LEASE)
+            await adopt_records(self._connection, [claim])
             return [claim]
 
         return await self._connection.transaction(write)
 
-    async def _reap_slot(self, claim: Claim, max_attempts: int, expired: Json) -> int:
+    async def _died(self, lost: Claim, slot: Slot) -> tuple[Json, Failure | None]:
+        """Return how the death of an owner changes its slot, and the failure of a trajectory that killed it.
+
+        Call it in the transaction that ends the claim.
+        """
+        record = await self._collection(RECORD).find_one(
+            {"_id": lost.record_id}, {"turns": 1, "tool_calls": 1}
+        )
+        turns, tools = (0, 0) if record is None else (int(record["turns"]), int(record["tool_calls"]))
+        entries = turns + tools
+        deaths = slot.deaths + 1 if slot.died_at == entries else 1
+        fields: Json = {"deaths": deaths, "died_at": entries}
+        if deaths < POISON_DEATHS:
+            return fields, None
+        fields |= {**FREE, "status": SlotStatus.FAILED.value, "begun": None}
+        message = (
+            f"{deaths} samplers in a row died when it had {turns} model calls and {tools} tool calls; the"
+            f" last was {lost.owner}"
+        )
+        return fields, Failure(kind="poison", message=message)
+
+    async def _reap_slot(self, claim: Claim, slot: Slot, expired: Json) -> int:
         # Test the expiry again in the write: a late heartbeat may have renewed the lease since the read.
         this = {"$and": [expired, {"$eq": ["$$slot.traj_id", claim.traj_id]}]}
         query = {**lease.held(claim), **lease.any_slot(this)}
-        fields = {**FREE, "status": lease.failed_or_open(max_attempts)}
-        failure = Failure(kind="lease", message=f"the lease of {claim.owner} ran out")
 
         async def write() -> Json | None:
-            is_sampled = await queue_sampled(self._connection, [claim])
-            update = lease.change_slot(claim, QUEUED if is_sampled else fields)
+            failure: Failure | None = None
+            fields = QUEUED
+            if not await queue_sampled(self._connection, [claim]):
+                died, failure = await self._died(claim, slot)
+                fields = died if failure is not None else {**lease.RELEASED, **died}
             task = await self._collection(TASK).find_one_and_update(
-                query, update, {"status": 1}, return_document=ReturnDocument.AFTER
+                query, lease.change_slot(claim, fields), {"status": 1}, return_document=ReturnDocument.AFTER
             )
             if task is None:
                 # Undo ``queue_sampled``: it has disowned a Record whose owner may have just renewed it.
                 await abort()
-            elif not is_sampled:
-                await end_records(self._connection, [claim], failure)
+            elif fields is not QUEUED:
+                await end_records(self._connection, [claim], failure, LEASE)
             return task
 
         task = await self._connection.transaction(write)

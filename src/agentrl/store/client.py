@@ -29,7 +29,7 @@ from agentrl.store.model_calls import Images, ModelCalls
 from agentrl.store.policy_versions import PolicyVersions, TrainerLeases
 from agentrl.store.records import Attempts, Records
 from agentrl.store.schema import holds_run, open_schema
-from agentrl.store.services import OutageRecords, Services
+from agentrl.store.services import OutageRecords, Samplers, Services
 from agentrl.store.settings import Ancestry, Imports, Settings, Withdrawals
 from agentrl.store.steps import Steps, Training
 from agentrl.store.tasks import Tasks
@@ -58,6 +58,7 @@ class Store:
         self.steps = Steps(connection)
         self.policy_versions = PolicyVersions(connection)
         self.services = Services(connection)
+        self.samplers = Samplers(connection)
         self.trainer_lease = TrainerLeases(connection)
         self.outages = OutageRecords(connection)
         self.imports = Imports(connection)

@@ -254,7 +254,7 @@ def _running(task: Task) -> Claim | None:
     slot = task.slots[0]
     if slot.status is not SlotStatus.RUNNING or slot.owner is None:
         return None
-    return Claim(task=task, traj_id=slot.traj_id, attempt=slot.attempt, owner=slot.owner)
+    return lease.claim_of(task, slot, slot.owner)
 
 
 _TRIES = 64
@@ -266,6 +266,7 @@ class CallRequest:
     """A request as a gateway received it; the fields are those of GatewayCall."""
 
     record: str
+    attempt: int
     digest: str
     dialect: str
     answer_id: str
@@ -277,8 +278,8 @@ class CallRequest:
         """Return the document of this request as the ``number``-th one with its digest."""
         begun = now()
         return GatewayCall(
-            id=f"{self.record}:{self.digest}:{number}", record=self.record, digest=self.digest,
-            number=number, answer_id=f"{self.answer_id}{number:x}", dialect=self.dialect,
+            id=f"{self.record}:{self.digest}:{number}", record=self.record, attempt=self.attempt,
+            digest=self.digest, number=number, answer_id=f"{self.answer_id}{number:x}", dialect=self.dialect,
             gateway=self.gateway, status=GatewayCallStatus.RUNNING, expires_at=begun, created_at=begun,
         )  # fmt: skip
 
@@ -327,19 +328,23 @@ class Gateways(Repository):
     async def live_calls(self, session_id: str) -> int | None:
         """Return the number of requests of a session that have an answer or are about to.
 
-        None if the session is closed, or its claim is lost.
+        Those of earlier owners do not count, unless its program sent them again. None if the session is
+        closed, or its claim is lost.
         """
         return await self._asking.write(session_id)
 
     @database_call
     async def calls_before(self, call: GatewayCall) -> int:
-        """Return the number of live requests of a trajectory that are answered or began before ``call``."""
+        """Return the number of live requests of its owner that are answered or began before ``call``."""
         began = {"$or": [
             {"status": GatewayCallStatus.DONE.value},
             {"created_at": {"$lt": call.created_at}},
             {"created_at": call.created_at, "_id": {"$lt": call.id}},
         ]}  # fmt: skip
-        live_calls = {"record": call.record, "_id": {"$ne": call.id}, "status": {"$in": _LIVE_CALLS}}
+        live_calls = {
+            "record": call.record, "attempt": call.attempt, "_id": {"$ne": call.id},
+            "status": {"$in": _LIVE_CALLS},
+        }  # fmt: skip
         return await self._latest(GATEWAY_CALL).count_documents({**live_calls, **began})
 
     @database_call
@@ -371,7 +376,9 @@ class Gateways(Repository):
                 begun = await self._insert(request, 0, lease_seconds)
             elif latest["gateway"] == request.gateway and latest["answer_id"].startswith(request.answer_id):
                 return GatewayCall.from_document(latest), True  # an outage lost the answer of its insertion
-            elif await calls.find_one(_reusable(latest["_id"], request.has_key, retry_seconds), {"_id": 1}):
+            elif await calls.find_one(
+                _reusable(latest["_id"], request.has_key, retry_seconds), {"_id": 1}
+            ) and not await self._is_repeated(latest, request.has_key):
                 return GatewayCall.from_document(latest), False
             elif latest["status"] == GatewayCallStatus.DONE.value:
                 begun = await self._insert(request, latest["number"] + 1, lease_seconds)
@@ -383,6 +390,43 @@ class Gateways(Repository):
             f"a request of {request.record} could not be begun: others began it {_TRIES} times",
             hint="send it again",
         )
+
+    @database_call
+    async def take_earlier(self, call: GatewayCall, key: str) -> GatewayCall | None:
+        """Return the first answered request of earlier owners with this key; None if there is none.
+
+        Each is taken once under an attempt, by ``call``. Idempotent.
+        """
+        mine = {"replayed_by": call.id, "replayed_in": call.attempt}
+        query = _earlier(call.record, key, call.attempt)
+        query["$or"].append(mine)
+        document = await self._collection(GATEWAY_CALL).find_one_and_update(
+            query, {"$set": mine}, sort=[("created_at", ASCENDING), ("_id", ASCENDING)]
+        )
+        return None if document is None else GatewayCall.from_document(document)
+
+    @database_call
+    async def replay(self, call: GatewayCall, earlier: GatewayCall) -> None:
+        """End a request with the model call of ``earlier``.
+
+        Raises LeaseLostError if another gateway has taken the request over.
+        """
+        fields: Json = {
+            "status": GatewayCallStatus.DONE.value, "call": earlier.call, "after": earlier.after,
+            "key": earlier.key, "replays": earlier.id,
+        }  # fmt: skip
+        result = await self._collection(GATEWAY_CALL).update_one(
+            answering(call), {"$set": fields, "$currentDate": {"finished_at": True}}
+        )
+        if not result.matched_count:
+            raise LeaseLostError(f"another gateway answers the request {call.id}")
+
+    @database_call
+    async def answered(self, record: str, attempt: int) -> list[str]:
+        """Return the model calls that the requests under ``attempt`` got, also those of earlier owners."""
+        query = {"record": record, "attempt": attempt, "call": {"$ne": None}}
+        calls: list[str] = await self._collection(GATEWAY_CALL).distinct("call", query)
+        return calls
 
     @database_call
     async def renew(self, call: GatewayCall, lease_seconds: float) -> None:
@@ -427,6 +471,16 @@ class Gateways(Repository):
         """Return the answered requests of a trajectory with these answer ids, by answer id."""
         query = {"record": record, "answer_id": {"$in": list(answer_ids)}, "call": {"$ne": None}}
         return {call.answer_id: call for call in await self._all(GatewayCall, GATEWAY_CALL, query)}
+
+    async def _is_repeated(self, latest: Json, has_key: bool) -> bool:
+        """Return whether an earlier owner's program sent the replayed request ``latest`` once more.
+
+        Time cannot tell its next sending from a retry: replayed answers come at once.
+        """
+        if has_key or latest.get("replays") is None:
+            return False
+        query = _earlier(latest["record"], latest["key"], latest["attempt"])
+        return await self._latest(GATEWAY_CALL).find_one(query, {"_id": 1}) is not None
 
     async def _insert(self, request: CallRequest, number: int, lease_seconds: float) -> GatewayCall | None:
         """Insert a request; return None if another gateway did."""
@@ -476,7 +530,13 @@ class Gateways(Repository):
             {"$match": {"task": {"$ne": []}}},
             {"$lookup": {
                 "from": GATEWAY_CALL, "localField": "record", "foreignField": "record", "as": "calls",
-                "pipeline": [{"$match": {"status": {"$in": _LIVE_CALLS}}}, {"$count": "count"}],
+                "let": {"attempt": "$attempt"},
+                "pipeline": [
+                    {"$match": {
+                        "status": {"$in": _LIVE_CALLS}, "$expr": {"$eq": ["$attempt", "$$attempt"]},
+                    }},
+                    {"$count": "count"},
+                ],
             }},
             {"$project": {"count": {"$ifNull": [{"$first": "$calls.count"}, 0]}}},
         ]  # fmt: skip
@@ -512,6 +572,14 @@ def _stored(call: GatewayCall, lease_seconds: float) -> Json:
 
 
 _EXPIRED: Json = {"status": GatewayCallStatus.RUNNING.value, "$expr": expired("$expires_at")}
+
+
+def _earlier(record: str, key: str, attempt: int) -> Json:
+    """Return a filter for answers to ``key`` that earlier owners got and no request under ``attempt`` has."""
+    return {
+        "record": record, "key": key, "attempt": {"$lt": attempt}, "replays": None, "call": {"$ne": None},
+        "$or": [{"replayed_in": {"$ne": attempt}}],
+    }  # fmt: skip
 
 
 def answering(call: GatewayCall) -> Json:

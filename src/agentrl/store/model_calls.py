@@ -9,10 +9,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import bson
 from bson.raw_bson import RawBSONDocument
-from pymongo import ASCENDING, UpdateOne
+from pymongo import ASCENDING, ReplaceOne, UpdateOne
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.base.batches import weighed_batches
@@ -20,7 +21,8 @@ from agentrl.documents.document import now
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import GatewayCall, GatewayCallStatus
-from agentrl.documents.task import Claim
+from agentrl.documents.status import RecordStatus
+from agentrl.documents.task import Claim, record_key
 from agentrl.errors import ImageError
 from agentrl.store.gateways import answering
 from agentrl.store.mechanics.blobs import Blobs, sealed
@@ -120,6 +122,26 @@ class _Addition:
     claim: Claim
     call: DispatchedSamplingTask
     document: RawBSONDocument
+    new_executions: int
+    """Tool runs that the stored document does not have; all of a new one's."""
+
+    @property
+    def is_new(self) -> bool:
+        return self.call.revision == 0
+
+    @property
+    def count(self) -> UpdateOne:
+        """Return the update that counts it in its Record, which also meets an adoption of the Record."""
+        running, call = running_record(self.claim), self.call
+        if self.is_new:
+            return UpdateOne({**running, "traj": {"$ne": call.id}}, count_call(call))
+        return UpdateOne({**running, "traj": call.id}, {"$inc": {"tool_calls": self.new_executions}})
+
+    @property
+    def replacement(self) -> ReplaceOne[Any]:
+        """Return the write that replaces its stored document."""
+        # Compare revisions: the answer to an earlier try of this write may have been lost in an outage.
+        return ReplaceOne({"_id": self.call.id, "revision": {"$lt": self.call.revision}}, self.document)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +152,7 @@ class _Answer:
     call: DispatchedSamplingTask
     request: GatewayCall
     after: str
+    key: str
 
     def numbered(self, index: int) -> DispatchedSamplingTask:
         """Return the model call with its index."""
@@ -137,7 +160,9 @@ class _Answer:
 
     def end(self, call: DispatchedSamplingTask) -> Json:
         """Return the update that ends the request."""
-        fields: Json = {"status": GatewayCallStatus.DONE.value, "call": call.id, "after": self.after}
+        fields: Json = {
+            "status": GatewayCallStatus.DONE.value, "call": call.id, "after": self.after, "key": self.key,
+        }  # fmt: skip
         return {"$set": fields, "$currentDate": {"finished_at": True}}
 
 
@@ -168,22 +193,26 @@ class ModelCalls(Repository):
         return await read_model_calls(self._connection, record_ids)
 
     @database_call
-    async def add(self, claim: Claim, *calls: DispatchedSamplingTask) -> None:
+    async def add(
+        self, claim: Claim, *calls: DispatchedSamplingTask, new_executions: Sequence[int] | None = None
+    ) -> None:
         """Store model calls in order and count them in their Record. Idempotent.
 
-        A call and its count share a transaction, and so do concurrent additions of several trajectories.
-        Raises LeaseLostError if the claim is lost or the Record is not running, StoreError if no document can
-        hold a call; the calls before it are stored.
+        One with a ``revision`` replaces its stored document; ``new_executions`` counts the tool runs that the
+        stored document of each lacks. A call and its count share a transaction, and so do concurrent
+        additions of several trajectories. Raises LeaseLostError if the claim is lost or the Record is not
+        running, StoreError if no document can hold a call; the calls before it are stored.
         """
+        added = [len(call.tool_executions) for call in calls] if new_executions is None else new_executions
         additions: list[_Addition] = []
         error: Exception | None = None
-        for call in calls:
+        for call, executions in zip(calls, added, strict=True):
             try:
                 document = await encoded(self._blobs, call)
             except Exception as problem:  # noqa: BLE001  raised when the calls before it are stored
                 error = problem
                 break
-            additions.append(_Addition(claim, call, document))
+            additions.append(_Addition(claim, call, document, executions))
         for group in weighed_batches(additions, lambda each: len(each.document.raw), LARGE):
             if len(group[0].document.raw) > LARGE:
                 await self._add(group[0])
@@ -191,6 +220,44 @@ class ModelCalls(Repository):
                 await self._adding.write(group)
         if error is not None:
             raise error
+
+    @database_call
+    async def drop(self, claim: Claim, first: int) -> int:
+        """Take the model calls from index ``first`` on out of the claim's trajectory; return how many.
+
+        The trajectory went another way there. What it was until then is kept as the Record of this attempt,
+        which has no other: all its calls, released, never trained. Raises LeaseLostError.
+        """
+        connection = self._connection
+        kept_as = record_key(claim.task.id, claim.traj_id, claim.attempt)
+        calls = await self.by_record(claim.record_id)
+        copies = [await encoded(self._blobs, _moved(call, claim.record_id, kept_as)) for call in calls]
+        kept, dropped = calls[:first], [call.id for call in calls[first:]]
+
+        async def write() -> None:
+            records = self._collection(RECORD)
+            record = await records.find_one(running_record(claim))
+            if record is None or await self._lost([claim]):
+                raise lease_lost(claim)
+            if await records.find_one({"_id": kept_as}, {"_id": 1}) is not None:
+                return  # by an earlier try, whose answer an outage lost
+            traj = [kept_as + key.removeprefix(claim.record_id) for key in record["traj"]]
+            branch = {
+                "_id": kept_as, "attempt": claim.attempt, "traj": traj, "partial": None, "owners": [],
+                "status": RecordStatus.RELEASED.value,
+            }  # fmt: skip
+            await records.insert_one({**record, **branch})
+            await self._collection(MODEL_CALL).insert_many(copies)
+            await self._collection(MODEL_CALL).delete_many({"_id": {"$in": dropped}})
+            await self._blobs.delete(dropped)
+            noted = {"owners.$[own].diverged_at": first, "owners.$[own].dropped": len(dropped)}
+            await records.update_one(
+                running_record(claim), {"$set": {**_counts(kept), **noted}},
+                array_filters=[{"own.attempt": claim.attempt}],
+            )  # fmt: skip
+
+        await connection.transaction(write)
+        return len(dropped)
 
     async def _add_each(self, additions: Sequence[_Addition]) -> None:
         """Store the additions of one trajectory, in one transaction or else one by one to the first error."""
@@ -208,9 +275,13 @@ class ModelCalls(Repository):
         claim = addition.claim
         if await self._add_batch([[addition]]) is not None:
             return
-        counted = {**running_record(claim), "traj": addition.call.id}  # by an earlier call
-        is_counted = await self._collection(RECORD).find_one(counted, {"_id": 1}) is not None
-        if not is_counted or await lost_claims(self._connection, [claim]):
+        # Look for what an earlier call has written, whose answer an outage lost.
+        counted = {**running_record(claim), "traj": addition.call.id}
+        written = {"_id": addition.call.id, "revision": {"$gte": addition.call.revision}}
+        for collection, query in ((RECORD, counted), (MODEL_CALL, written)):
+            if await self._collection(collection).find_one(query, {"_id": 1}) is None:
+                raise lease_lost(claim)
+        if await lost_claims(self._connection, [claim]):
             raise lease_lost(claim)
 
     async def _lost(self, claims: Sequence[Claim]) -> list[Claim]:
@@ -221,14 +292,9 @@ class ModelCalls(Repository):
     async def _add_batch(self, groups: Sequence[Sequence[_Addition]]) -> Sequence[None] | None:
         """Store the additions of several trajectories; return None if some must be stored on their own."""
         additions = [each for group in groups for each in group]
-        counts = [
-            UpdateOne(
-                {**running_record(each.claim), "traj": {"$ne": each.call.id}},
-                count_call(each.call),
-            )
-            for each in additions
-        ]
-        documents = [each.document for each in additions]
+        counts = [each.count for each in additions]
+        again = [each.replacement for each in additions if not each.is_new]
+        new = [each.document for each in additions if each.is_new]
 
         async def write() -> bool:
             lost, counted = await asyncio.gather(
@@ -238,14 +304,18 @@ class ModelCalls(Repository):
             if lost or counted.matched_count < len(counts):
                 await abort()
                 return False
-            await self._collection(MODEL_CALL).insert_many(documents)
+            if new:
+                await self._collection(MODEL_CALL).insert_many(new)
+            if again and (await self._collection(MODEL_CALL).bulk_write(again)).matched_count < len(again):
+                await abort()
+                return False
             return True
 
         return [None] * len(groups) if await self._connection.transaction(write) else None
 
     @database_call
     async def answer(
-        self, claim: Claim, call: DispatchedSamplingTask, request: GatewayCall, after: str
+        self, claim: Claim, call: DispatchedSamplingTask, request: GatewayCall, *, after: str, key: str
     ) -> DispatchedSamplingTask:
         """Store the model call of a gateway's request under the next index, and end the request.
 
@@ -253,7 +323,7 @@ class ModelCalls(Repository):
         trajectories share one. Return the call with its index. Raises LeaseLostError if the claim is lost,
         the Record is not running, or another gateway has taken the request over.
         """
-        answer = _Answer(claim, call, request, after)
+        answer = _Answer(claim, call, request, after, key)
         packed = (call.context_ids, call.output_ids, call.sampling_mask, call.routing)
         is_large = sum(map(len, packed)) > LARGE
         return await (self._answer(answer) if is_large else self._answering.write(answer))
@@ -327,6 +397,31 @@ async def encoded(blobs: Blobs, call: DispatchedSamplingTask) -> RawBSONDocument
     """Return the document of a model call with its checksum, after its large fields were moved to GridFS."""
     # Encode once: batches weigh these bytes, and the driver sends them as they are.
     return RawBSONDocument(bson.encode(sealed(MODEL_CALL, await blobs.offload(call.to_document()), "all")))
+
+
+def _moved(call: DispatchedSamplingTask, record: str, to: str) -> DispatchedSamplingTask:
+    """Return the model call as one of the Record ``to``, which has the same calls as ``record``."""
+    parent, follows = (
+        None if key is None else to + key.removeprefix(record) for key in (call.parent, call.follows)
+    )
+    return replace(call, id=f"{to}/{call.index}", record=to, parent=parent, follows=follows)
+
+
+def _counts(calls: Sequence[DispatchedSamplingTask]) -> Json:
+    """Return what ``count_call`` of each of ``calls`` has made of a new Record."""
+    versions = [span.version for call in calls for span in call.versions]
+    return {
+        "traj": [call.id for call in calls],
+        "turns": len(calls),
+        "tool_calls": sum(len(call.tool_executions) for call in calls),
+        "context_resets": sum(call.is_context_reset for call in calls),
+        "prompt_tokens": next((call.prompt_tokens for call in reversed(calls) if not call.fixed), 0),
+        "input_tokens": sum(call.prompt_tokens for call in calls),
+        "cached_tokens": sum(call.cached_tokens for call in calls),
+        "generated_tokens": sum(call.generated_tokens for call in calls),
+        "min_version": min(versions, default=None),
+        "max_version": max(versions, default=None),
+    }
 
 
 def count_call(call: DispatchedSamplingTask) -> list[Json]:

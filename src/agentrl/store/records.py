@@ -12,8 +12,7 @@ from pymongo.errors import DuplicateKeyError
 
 from agentrl.base.batches import batches
 from agentrl.documents.document import plain
-from agentrl.documents.model_call import PartialGeneration
-from agentrl.documents.record import Failure, Record
+from agentrl.documents.record import Failure, Ownership, Record
 from agentrl.documents.status import (
     RECORD_EDGES,
     SAMPLED,
@@ -51,6 +50,8 @@ from agentrl.store.mechanics.lease import (
 _LOST = (RecordStatus.FAILED, RecordStatus.RELEASED)
 """Statuses of a Record whose owner has lost the slot."""
 _UNFINISHED = values((RecordStatus.CREATED, RecordStatus.RUNNING, *SAMPLED))
+_GOES_ON = values((RecordStatus.CREATED, RecordStatus.RUNNING, RecordStatus.RELEASED))
+"""Statuses of a Record that another owner may go on with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class _Advance:
         """Return the update; it matches only if the claim owns the Record and the transition is allowed."""
         # Allow the status itself: a server that is killed may have applied a write that it never answered.
         allowed = [*sources(RECORD_EDGES, self.status), self.status.value]
-        query = {"_id": self.claim.record_id, "owner": self.claim.owner, "status": {"$in": allowed}}
+        query = {**owned_record(self.claim), "status": {"$in": allowed}}
         update: Json = {"$set": {"status": self.status.value, **self.fields}}
         if self.status is RecordStatus.COMPLETED:
             update["$set"] |= seal(RECORD, "sampled", new_record(self.claim).to_document() | self.fields)
@@ -93,7 +94,7 @@ class Records(Repository):
 
     @database_call
     async def create(self, claim: Claim) -> Record:
-        """Insert the Record of a claim and return it; return the stored Record if it exists.
+        """Insert the Record of a claim and return it; a Record of earlier owners becomes the claim's.
 
         Raises LeaseLostError if the slot has another owner.
         """
@@ -115,17 +116,14 @@ class Records(Repository):
             raise lease_lost(claim)
 
     @database_call
-    async def latest_partial(self, claim: Claim) -> PartialGeneration | None:
-        """Return the unfinished model call of the previous attempt, if that attempt was released."""
-        previous = await self._collection(RECORD).find_one(
-            {
-                "task": claim.task.id, "traj_id": claim.traj_id, "attempt": claim.attempt - 1,
-                "status": RecordStatus.RELEASED.value,
-            },
-            {"partial": 1},
-        )  # fmt: skip
-        stored = None if previous is None else previous.get("partial")
-        return None if stored is None else PartialGeneration.from_document(stored)
+    async def note(self, claim: Claim, /, **fields: Any) -> None:
+        """Set ``fields`` of the claim's Ownership. Raises LeaseLostError if the claim is lost."""
+        noted = {f"owners.$[own].{name}": value for name, value in plain(fields).items()}
+        result = await self._collection(RECORD).update_one(
+            running_record(claim), {"$set": noted}, array_filters=[{"own.attempt": claim.attempt}]
+        )
+        if result.matched_count == 0:
+            raise lease_lost(claim)
 
     @database_call
     async def get(self, record_id: str) -> Record | None:
@@ -192,14 +190,17 @@ class Records(Repository):
         try:
             await self._collection(RECORD).insert_one(record.to_document())
         except DuplicateKeyError:
-            # Read what is there: this owner's earlier try, or what a take-over inserted to keep it out.
+            # Read what is there: an earlier owner's, an earlier try, or what keeps a late owner out.
+            await adopt_records(self._connection, [claim])
             stored = await self.get(record.id)
-            if stored is None or stored.owner != claim.owner or stored.status in _LOST:
+            if stored is None or stored.fence != claim.attempt or stored.status in _LOST:
                 raise lease_lost(claim) from None
             return stored
         return record
 
-    async def _create_batch(self, claims: Sequence[Claim]) -> list[Record]:
+    async def _create_batch(self, claims: Sequence[Claim]) -> list[Record] | None:
+        if any(claim.first_attempt < claim.attempt for claim in claims):
+            return None
         records = [new_record(claim) for claim in claims]
         documents = [record.to_document() for record in records]
         await self._collection(RECORD).insert_many(documents, ordered=False)
@@ -210,7 +211,7 @@ class Records(Repository):
             return
         claim, status = advance.claim, advance.status
         stored = await self.get(claim.record_id)
-        is_lost = stored is None or stored.owner != claim.owner or stored.status in _LOST
+        is_lost = stored is None or stored.fence != claim.attempt or stored.status in _LOST
         if stored is None or is_lost or await lost_claims(self._connection, [claim]):
             raise lease_lost(claim)
         raise StoreError(f"Record {claim.record_id} is {stored.status} and cannot become {status}")
@@ -235,15 +236,41 @@ def new_record(claim: Claim) -> Record:
     """Return the Record of a claim in its first state."""
     task = claim.task
     return Record(
-        id=claim.record_id, task=task.id, traj_id=claim.traj_id, attempt=claim.attempt,
+        id=claim.record_id, task=task.id, traj_id=claim.traj_id, attempt=claim.first_attempt,
         split=task.split, epoch=task.epoch, query=task.query, answer=task.answer, owner=claim.owner,
+        fence=claim.attempt, owners=(Ownership(owner=claim.owner, attempt=claim.attempt),),
         trace_id=claim.trace_id,
     )  # fmt: skip
 
 
+def owned_record(claim: Claim) -> Json:
+    """Return a filter for the claim's Record; it matches until another claim has adopted it."""
+    # Ask for the fence too: a sampler may claim the same slot again, and what it began before is over.
+    return {"_id": claim.record_id, "owner": claim.owner, "fence": claim.attempt}
+
+
 def running_record(claim: Claim) -> Json:
     """Return a filter for the claim's Record; it matches only while model calls may be added."""
-    return {"_id": claim.record_id, "owner": claim.owner, "status": RecordStatus.RUNNING.value}
+    return {**owned_record(claim), "status": RecordStatus.RUNNING.value}
+
+
+async def adopt_records(connection: Connection, claims: Sequence[Claim]) -> None:
+    """Make the unfinished Records of earlier owners those of ``claims``; a later claim's stay."""
+    updates = []
+    for claim in claims:
+        ownership = literal(plain(Ownership(owner=claim.owner, attempt=claim.attempt)))
+        query = {
+            "_id": claim.record_id, "status": {"$in": _GOES_ON}, "fence": {"$not": {"$gte": claim.attempt}},
+        }  # fmt: skip
+        is_released = {"$eq": ["$status", RecordStatus.RELEASED.value]}
+        fields = {
+            "owner": literal(claim.owner), "fence": claim.attempt,
+            "status": {"$cond": [is_released, RecordStatus.RUNNING.value, "$status"]},
+            "owners": {"$concatArrays": [{"$ifNull": ["$owners", []]}, [ownership]]},
+        }  # fmt: skip
+        updates.append(UpdateOne(query, [{"$set": fields}]))
+    if updates:
+        await connection.collection(RECORD).bulk_write(updates)
 
 
 async def queue_sampled(connection: Connection, claims: Sequence[Claim]) -> frozenset[str]:
@@ -264,11 +291,30 @@ async def queue_sampled(connection: Connection, claims: Sequence[Claim]) -> froz
     return frozenset(ids)
 
 
-async def end_records(connection: Connection, claims: Sequence[Claim], failure: Failure | None) -> None:
+RELEASED, LEASE, RESTARTED = "released", "lease", "restarted"
+"""Why an ownership ended before its trajectory (``Ownership.ended``)."""
+
+
+async def end_ownerships(connection: Connection, record_ids: Sequence[str], why: str) -> None:
+    """Note in unfinished Records that their owners gave them up, or died."""
+    this = {"$eq": ["$$owner.attempt", "$fence"]}
+    ended = {"$mergeObjects": ["$$owner", {"ended": why, "until": "$$NOW"}]}
+    owners = {
+        "$map": {
+            "input": {"$ifNull": ["$owners", []]}, "as": "owner", "in": {"$cond": [this, ended, "$$owner"]},
+        }
+    }  # fmt: skip
+    query = {"_id": {"$in": list(record_ids)}, "status": {"$in": _UNFINISHED}}
+    await connection.collection(RECORD).update_many(query, [{"$set": {"owners": owners}}])
+
+
+async def end_records(
+    connection: Connection, claims: Sequence[Claim], failure: Failure | None, why: str = RELEASED
+) -> None:
     """End the Records of ``claims``: FAILED because of ``failure``, RELEASED if it is None.
 
-    Call it in the transaction that changes the slots. An attempt that has no Record yet gets one, so that
-    every attempt is recorded and a late owner cannot insert the Record afterwards.
+    Call it in the transaction that changes the slots. A claim that has no Record yet gets one, so that a late
+    owner cannot insert the Record afterwards. ``why`` is noted for a release.
     """
     if not claims:
         return
@@ -276,6 +322,8 @@ async def end_records(connection: Connection, claims: Sequence[Claim], failure: 
     changes = {"status": status.value, "failure": plain(failure)}
     records = connection.collection(RECORD)
     ids = [claim.record_id for claim in claims]
+    if failure is None:
+        await end_ownerships(connection, ids, why)
     ended = await records.update_many(
         {"_id": {"$in": ids}, "status": {"$in": _UNFINISHED}}, {"$set": changes}
     )
@@ -369,7 +417,10 @@ class Attempts(Repository):
         varies randomly by ±50 %. The Record becomes FAILED and keeps ``failure``.
         """
         not_before = after_backoff(backoff_seconds, {"$subtract": [lease.ATTEMPTS, 1]})
-        fields = {**FREE, "status": lease.failed_or_open(max_attempts), "not_before": not_before}
+        # Begin anew: going on with the trajectory would only repeat the failure.
+        fields = {
+            **FREE, "status": lease.failed_or_open(max_attempts), "not_before": not_before, "begun": None,
+        }  # fmt: skip
 
         async def write() -> Task:
             task = await lease.update_slot(self._connection, claim, fields)
@@ -430,22 +481,23 @@ class Attempts(Repository):
 
         return await self._end(claim, write)
 
-    async def release(self, claim: Claim) -> None:
+    async def release(self, claim: Claim, *, restart: bool = False) -> None:
         """Release one slot; see ``release_all``. Raises LeaseLostError if the claim is lost."""
-        if await self.release_all([claim]):
+        if await self.release_all([claim], restart=restart):
             raise lease_lost(claim)
 
     @database_call
-    async def release_all(self, claims: Sequence[Claim]) -> list[Claim]:
+    async def release_all(self, claims: Sequence[Claim], *, restart: bool = False) -> list[Claim]:
         """Release unfinished slots; return the lost claims, whose slots are unchanged.
 
-        A released slot is open at once, its attempt does not count, and its Record becomes RELEASED. The slot
-        of a sampled Record waits for its score instead. Up to 256 claims share one transaction, which bounds
-        the time of a shutdown.
+        A released slot is open at once, its attempt does not count, and its Record becomes RELEASED until the
+        next owner goes on with it; with ``restart`` that one begins a new Record. The slot of a sampled
+        Record waits for its score instead. Up to 256 claims share one transaction, which bounds the time of a
+        shutdown.
         """
         lost: list[Claim] = []
         for batch in batches(claims, _CLAIMS_PER_TRANSACTION):
-            lost += await self._release(batch)
+            lost += await self._release(batch, restart)
         return lost
 
     async def _score(self, score: _Score) -> TaskStatus:
@@ -496,11 +548,8 @@ class Attempts(Repository):
         )
         return None if task is None else TaskStatus(task["status"])
 
-    async def _release(self, claims: Sequence[Claim]) -> list[Claim]:
-        fields = {
-            **FREE, "status": SlotStatus.OPEN.value,
-            "released": {"$add": [{"$ifNull": ["$$slot.released", 0]}, 1]},
-        }  # fmt: skip
+    async def _release(self, claims: Sequence[Claim], restart: bool) -> list[Claim]:
+        fields = {**lease.RELEASED, **({"begun": None} if restart else {})}
 
         async def write() -> list[Claim]:
             lost = await lost_claims(self._connection, claims)
@@ -517,7 +566,7 @@ class Attempts(Repository):
                 ]
                 await self._collection(TASK).bulk_write(updates, ordered=True)
                 ended = [claim for claim in held if claim.record_id not in queued]
-                await end_records(self._connection, ended, None)
+                await end_records(self._connection, ended, None, RESTARTED if restart else RELEASED)
             return lost
 
         return await self._connection.transaction(write)

@@ -40,6 +40,7 @@ from agentrl.documents.run import (
     Retraction,
     RunFact,
     RunSettings,
+    SamplerProcess,
     Tombstone,
     TrainerLease,
     flags_key,
@@ -179,6 +180,7 @@ VALIDATORS: dict[str, Json] = {
         connection.IMPORTS: _object(ImportList),
         connection.EPOCH: _object(EpochOpening),
         connection.LEASE: _object(TrainerLease),
+        connection.SAMPLER: _object(SamplerProcess),
         connection.OUTAGE: _object(Outage),
         connection.EVALUATION: _object(Evaluation),
         connection.IMAGE: _with_files(Image),
@@ -225,6 +227,8 @@ INDEXES: dict[str, list[IndexModel]] = {
         _index(("created_at", _DOWN), ("_id", _DOWN)),
         _index(("score", _DOWN), ("_id", _DOWN)),
         _index("split", "min_version", where={"min_version": {"$gte": 0}}),
+        # Index only what has two owners: a screen sums up those that went on in another process.
+        _index("owners.1.attempt", where={"owners.1.attempt": {"$gt": 0}}),
     ],
     connection.MODEL_CALL: [
         _index("record", "index", unique=True),

@@ -1,4 +1,4 @@
-"""Register engines and outages, and report which engines and samplers of a run are alive and what is down."""
+"""Register engines, samplers and outages; report who is alive and what is down; ask samplers to drain."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from pymongo import ASCENDING, DESCENDING
+from pymongo import ASCENDING, DESCENDING, ReturnDocument
 
-from agentrl.documents.run import InferenceService, Outage
+from agentrl.documents.run import InferenceService, Outage, SamplerProcess
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import StoreError
 from agentrl.store.claims import count_unscored, live_claims
-from agentrl.store.mechanics.connection import OUTAGE, RECORD, SERVICE, Json, Repository, database_call
+from agentrl.store.mechanics.connection import (
+    OUTAGE,
+    RECORD,
+    SAMPLER,
+    SERVICE,
+    Json,
+    Repository,
+    database_call,
+)
 from agentrl.store.mechanics.lease import after, literal
 
 SEEN_SECONDS = 20.0
@@ -67,6 +75,94 @@ class OutageRecords(Repository):
         return await self._all(
             Outage, OUTAGE, {"ended_at": None, "$expr": recent}, sort=[("began_at", ASCENDING)]
         )
+
+
+SAMPLER_BEAT_SECONDS = 5.0
+"""Interval at which a sampler sends a heartbeat, and so the time until it drains after it was asked."""
+_ALIVE_SECONDS = 4 * SAMPLER_BEAT_SECONDS
+_SWEPT_SECONDS = 600.0
+"""A sampler that has been silent for so long is no longer listed once another one starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedSampler:
+    """A sampler as lists show it."""
+
+    process: SamplerProcess
+    claims: int
+    """Number of slots that it holds under live leases."""
+    silent_seconds: float
+    """Age of its last heartbeat."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether its last heartbeat is recent."""
+        return self.silent_seconds <= _ALIVE_SECONDS
+
+    @property
+    def state(self) -> str:
+        """Return ``running``, ``asked to drain``, ``draining`` or ``dead``."""
+        if not self.is_alive:
+            return "dead"
+        if self.process.draining_at is not None:
+            return "draining"
+        return "running" if self.process.asked_at is None else "asked to drain"
+
+
+class Samplers(Repository):
+    """The calls on SamplerProcesses."""
+
+    @database_call
+    async def beat(self, sampler_id: str, *, host: str, pid: int, is_draining: bool) -> str | None:
+        """Send a heartbeat; return who asked the sampler to drain, None if nobody has.
+
+        The first heartbeat registers it.
+        """
+        began: Json = {"$ifNull": ["$draining_at", "$$NOW" if is_draining else None]}
+        fields = {
+            "host": literal(host), "pid": pid, "started_at": {"$ifNull": ["$started_at", "$$NOW"]},
+            "heartbeat": "$$NOW", "draining_at": began,
+        }  # fmt: skip
+        stored = await self._collection(SAMPLER).find_one_and_update(
+            {"_id": sampler_id}, [{"$set": fields}], upsert=True, return_document=ReturnDocument.AFTER
+        )
+        return None if stored is None else stored.get("asked_by")
+
+    @database_call
+    async def sweep(self) -> int:
+        """Delete the samplers that have been silent for ten minutes; return how many."""
+        silent: Json = {"$expr": {"$lt": ["$heartbeat", after(-_SWEPT_SECONDS)]}}
+        return (await self._collection(SAMPLER).delete_many(silent)).deleted_count
+
+    @database_call
+    async def end(self, sampler_id: str) -> None:
+        """Delete the document of a sampler that ends."""
+        await self._collection(SAMPLER).delete_one({"_id": sampler_id})
+
+    @database_call
+    async def all(self) -> list[ListedSampler]:
+        """Return the samplers that have not ended, by name; dead ones too."""
+        at = await self._connection.server_time()
+        claims = await live_claims(self._connection)
+        found = await self._all(SamplerProcess, SAMPLER, {}, sort=[("_id", ASCENDING)])
+        return [
+            ListedSampler(
+                process=each,
+                claims=claims.get(each.id, 0),
+                silent_seconds=max(0.0, (at - each.heartbeat).total_seconds()),
+            )
+            for each in found
+        ]
+
+    @database_call
+    async def ask_to_drain(self, sampler_id: str, by: str) -> bool:
+        """Ask a sampler to drain; return False if it has ended. Idempotent: the first request is kept."""
+        fields = {
+            "asked_at": {"$ifNull": ["$asked_at", "$$NOW"]},
+            "asked_by": {"$ifNull": ["$asked_by", literal(by)]},
+        }
+        result = await self._collection(SAMPLER).update_one({"_id": sampler_id}, [{"$set": fields}])
+        return result.matched_count > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,15 @@ from agentrl.base.batches import weighed_batches
 from agentrl.documents.document import excerpt, now, plain
 from agentrl.documents.run import Withdrawn
 from agentrl.documents.status import SlotStatus, TaskStatus, values
-from agentrl.documents.task import CONTENT, CONVERSATIONS, Task, scorer_weights, task_key
+from agentrl.documents.task import (
+    CONTENT,
+    CONVERSATIONS,
+    Task,
+    record_key,
+    record_task,
+    scorer_weights,
+    task_key,
+)
 from agentrl.errors import TaskFileError
 from agentrl.store.epochs import BY_ORDER, Epochs, sort_key
 from agentrl.store.mechanics.blobs import CHECKSUMS, sealed
@@ -230,6 +238,20 @@ class Tasks(Repository):
     async def unfinished(self, split: str) -> int:
         """Return how many Tasks have a group that is not finalized."""
         return await self._collection(TASK).count_documents({"split": split, "status": {"$in": _UNFINISHED}})
+
+    @database_call
+    async def unfinished_records(self, record_ids: Collection[str]) -> set[str]:
+        """Return those of some Records that are sampled now, or that the next claim goes on with."""
+        going_on = (SlotStatus.OPEN, SlotStatus.RUNNING)
+        tasks = {record_task(key) for key in record_ids}
+        query = {"_id": {"$in": sorted(tasks)}, "slots.status": {"$in": values(going_on)}}
+        found = {
+            record_key(task.id, slot.traj_id, slot.begun)
+            for task in await self._all(Task, TASK, query)
+            for slot in task.slots
+            if slot.status in going_on and slot.begun is not None
+        }
+        return found & set(record_ids)
 
     @database_call
     async def any_with_status(self, split: str, *states: TaskStatus) -> bool:

@@ -31,6 +31,7 @@ from agentrl.base.validation import (
     read_settings,
     wrong,
 )
+from agentrl.documents.status import ToolState
 
 WORKDIR = "${workdir}"
 """In a stdio server's args, env and cwd: a folder of that process alone, deleted when it ends."""
@@ -68,9 +69,28 @@ class Limits(SettingsModel):
         return Limits(
             **{
                 item.name: getattr(base, item.name) if (own := getattr(self, item.name)) is None else own
-                for item in dataclasses.fields(self)
+                for item in dataclasses.fields(Limits)
             }
         )
+
+
+def _kept_by_server(state: ToolState) -> ToolState:
+    if state is ToolState.SNAPSHOT:
+        raise broken(
+            "is 'snapshot', and the files of a tool server are not kept", hint="write replay, or outside"
+        )
+    return state
+
+
+ServerState = Annotated[ToolState, AfterValidator(_kept_by_server)]
+"""What tools of a server keep between their calls: ``stateless``, ``replay`` or ``outside``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolOptions(Limits):
+    """Options of one tool; ``state`` None leaves that of its server."""
+
+    state: ServerState | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +138,10 @@ class Options(SettingsModel):
     """Offer the tools list_resources and read_resource."""
     prompts: Switch = False
     """Offer the tools list_prompts and get_prompt."""
+    state: ServerState | None = None
+    """What its tools keep between their calls; None: what their annotations and the scope say."""
     limits: Limits = field(default_factory=Limits)
-    tools: Mapping[str, Limits] = field(default_factory=dict)
+    tools: Mapping[str, ToolOptions] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.reset is not None and self.scope is Scope.SHARED:
@@ -130,7 +152,28 @@ class Options(SettingsModel):
 
     def limits_of(self, tool: str, base: Limits) -> Limits:
         """Return the limits of ``tool``: its own, then the server's, then ``base``."""
-        return self.tools.get(tool, Limits()).over(self.limits).over(base)
+        return self.tools.get(tool, ToolOptions()).over(self.limits).over(base)
+
+    @property
+    def is_replayed(self) -> bool:
+        """Return whether a new session of the trajectory gets the calls of the one before again."""
+        if self.state is not None:
+            return self.state is ToolState.REPLAY
+        return self.scope is Scope.TRAJECTORY or bool(self.setup)
+
+    def state_of(self, tool: str, *, reads: bool, repeatable: bool) -> ToolState:
+        """Return what ``tool`` keeps between its calls: as declared, or by what its annotations say.
+
+        ``reads``: it changes nothing. ``repeatable``: a second equal call changes nothing more.
+        """
+        declared = self.tools.get(tool, ToolOptions()).state or self.state
+        if declared is not None:
+            return declared
+        if self.is_replayed:
+            return ToolState.STATELESS if reads else ToolState.REPLAY
+        # Take a shared server's unknown tool for one with effects: what keeps state by trajectory goes on
+        # by the same id, and a call that was cut off may have been made.
+        return ToolState.STATELESS if repeatable else ToolState.OUTSIDE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

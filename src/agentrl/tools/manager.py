@@ -13,6 +13,7 @@ import httpx2
 
 from agentrl.base.proxies import ProxiedTransport
 from agentrl.config.schema import ToolConfig
+from agentrl.documents.status import ToolState
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
 from agentrl.llm.chat import retry_after
 from agentrl.tools.config import CallGate, Limits, ManagerSpec, Options, redact_address, redact_secrets
@@ -55,6 +56,7 @@ class ManagedServer(ToolServer):
         """``gate`` bounds the calls. ``has_nodes``: the manager keeps the state of each trajectory."""
         self.name = name
         self._schemas: list[Schema] = []
+        self._states: dict[str, ToolState] = {}
         self.manager = manager
         self.gate = gate
         self.has_nodes = has_nodes
@@ -66,17 +68,23 @@ class ManagedServer(ToolServer):
     async def open(self) -> None:
         """List the tools: ``GET /server/NAME/tools``. Raises ToolServerError."""
         answer = await self.manager.get(f"/server/{self.name}/tools", self.name)
-        tools = answer.get("tools")
-        entries = [item.get("function", item) for item in tools or () if isinstance(item, Mapping)]
-        schemas = [
-            function_schema(item["name"], item.get("description"), item.get("parameters"))
-            for item in entries
-            if isinstance(item, Mapping) and isinstance(item.get("name"), str)
-        ]
-        self._schemas = sorted(schemas, key=schema_name)
+        schemas: list[Schema] = []
+        states: dict[str, ToolState] = {}
+        for item in answer.get("tools") or ():
+            function = item.get("function", item) if isinstance(item, Mapping) else None
+            if isinstance(function, Mapping) and isinstance(name := function.get("name"), str):
+                schemas.append(function_schema(name, function.get("description"), function.get("parameters")))
+                if item.get("state") in set(ToolState):
+                    states[name] = ToolState(item["state"])
+        self._schemas, self._states = sorted(schemas, key=schema_name), states
+
+    def state_of(self, tool: str) -> ToolState:
+        """Return what the manager says of a tool; of other managers' tools that no call is made twice."""
+        return self._states.get(tool, ToolState.REPLAY if self.has_nodes else ToolState.OUTSIDE)
 
     def session(self, trajectory: TrajectoryInfo) -> ManagedSession:
-        return ManagedSession(self, trajectory.id)
+        is_replayed = any(self.state_of(schema_name(schema)) is ToolState.REPLAY for schema in self._schemas)
+        return ManagedSession(self, trajectory.key(replayed=is_replayed))
 
     async def close(self) -> None:
         await self.manager.close()
@@ -92,6 +100,9 @@ class ManagedSession(ServerSession):
 
     async def list(self) -> Sequence[Schema]:
         return self._server.schemas
+
+    def state_of(self, tool: str) -> ToolState:
+        return self._server.state_of(tool)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
         """Call ``POST /tool/NAME.TOOL``; an error in the answer is the tool's. Raises ToolServerError."""

@@ -14,7 +14,15 @@ from agentrl.base.validation import PlainText, Text, broken, read_settings, wron
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError, ToolServerConfigError, ToolServerError, tool_server
 from agentrl.tools.browse import BrowseAgent
-from agentrl.tools.config import URL_HINT, HttpSpec, ManagerSpec, ServerSpec, is_http, load_servers
+from agentrl.tools.config import (
+    URL_HINT,
+    HttpSpec,
+    ManagerSpec,
+    ServerSpec,
+    ServerState,
+    is_http,
+    load_servers,
+)
 from agentrl.tools.manager import managed_servers
 from agentrl.tools.mcp.server import mcp_server
 from agentrl.tools.python import StatefulTools, python_servers
@@ -80,6 +88,8 @@ class _Entry:
     config: Mapping[str, Any] | None = None
     tool_schema: Any = None
     mcp: _Mcp | None = None
+    state: ServerState | None = None
+    """What the tool keeps between its calls; None: what its class declares."""
 
     def __post_init__(self) -> None:
         kind = (self.config or {}).get("type", "native")
@@ -111,7 +121,7 @@ def load_tools(path: str | None, *, call_timeout: float) -> ConfiguredTools:
             tools.append(
                 StatefulTools.load(
                     _class(name, where), settings, entry.tool_schema, where=f"{where} ({name})",
-                    call_timeout=call_timeout,
+                    call_timeout=call_timeout, state=entry.state,
                 )
             )  # fmt: skip
         elif entry.mcp is not None:

@@ -21,6 +21,7 @@ from agentrl.base.registry import Registry
 from agentrl.base.user_code import contain, contain_call
 from agentrl.base.validation import check
 from agentrl.documents.document import is_score
+from agentrl.documents.status import ToolState
 from agentrl.errors import AgentRLError, ConfigError, ToolServerError
 from agentrl.tools.tool import (
     Reply,
@@ -108,6 +109,32 @@ def tool(*names: str) -> Callable[[F], F]:
     return decorate
 
 
+_STATE = "__agentrl_state__"
+
+
+def tool_state(state: ToolState | str) -> Callable[[F], F]:
+    """Declare what a tool keeps between its calls: ``stateless``, ``replay`` or ``outside``.
+
+    It decorates a function, a class, or a method of a class of tools or an environment. Without it a function
+    is ``stateless``, and a class ``replay``: each trajectory has an instance. Raises ValueError.
+    """
+    declared = ToolState(state)
+    if declared is ToolState.SNAPSHOT:
+        raise ValueError("only the files of environments are kept: write 'replay', or 'outside'")
+
+    def decorate(target: F) -> F:
+        setattr(target, _STATE, declared)
+        return target
+
+    return decorate
+
+
+def declared_state(target: object) -> ToolState | None:
+    """Return what ``tool_state`` declares of a function, class or instance; None without it."""
+    state: ToolState | None = getattr(target, _STATE, None)
+    return state
+
+
 class PythonTools(ToolServer):
     """A Toolset as a tool server. Each session of a class has an instance of its own."""
 
@@ -160,6 +187,12 @@ class PythonSession(ServerSession):
             return Reply(text=await _run(self._threads, await self._function(tool), arguments))
 
         return await reply_within(self._call_timeout, work, tool)
+
+    def state_of(self, tool: str) -> ToolState:
+        """Return what is declared of the method, or of the class; a function is ``stateless`` without it."""
+        target = self._toolset.target
+        declared = declared_state(getattr(target, tool, None)) or declared_state(target)
+        return declared or (ToolState.REPLAY if inspect.isclass(target) else ToolState.STATELESS)
 
     async def close(self) -> None:
         """Call ``close`` of the instance, if there is one; its errors are logged."""
@@ -310,9 +343,14 @@ class StatefulTool(ABC):
 class StatefulTools(ToolServer):
     """One tool object as a tool server, named like its tool."""
 
-    def __init__(self, target: Any, *, call_timeout: float) -> None:
-        """``call_timeout`` bounds each method, in seconds. Raises ConfigError for a malformed schema."""
+    def __init__(self, target: Any, *, call_timeout: float, state: ToolState | None = None) -> None:
+        """``call_timeout`` bounds each method, in seconds; ``state`` None is what the class declares.
+
+        Raises ConfigError for a malformed schema.
+        """
         self._target = target
+        self.state = state or declared_state(target) or ToolState.REPLAY
+        """What the tool keeps between the calls of a trajectory."""
         self._schema = _plain_schema(target)
         self._call_timeout = call_timeout
         self.name = str(self._schema["function"]["name"])
@@ -326,6 +364,7 @@ class StatefulTools(ToolServer):
         *,
         where: str,
         call_timeout: float,
+        state: ToolState | None = None,
     ) -> StatefulTools:
         """Make the tool object of a class. Raises ConfigError if the class refuses its configuration."""
         if not callable(getattr(kind, "execute", None)):
@@ -335,7 +374,7 @@ class StatefulTools(ToolServer):
             target = contain_call(lambda: kind(dict(config), view), where, ToolServerError)
         except ToolServerError as error:
             raise ConfigError(error.message, hint="correct its 'config' in the tool configuration") from error
-        return cls(target, call_timeout=call_timeout)
+        return cls(target, call_timeout=call_timeout, state=state)
 
     @property
     def schemas(self) -> Sequence[Schema]:
@@ -343,21 +382,24 @@ class StatefulTools(ToolServer):
 
     def session(self, trajectory: TrajectoryInfo) -> StatefulSession:
         return StatefulSession(
-            self._target, self._schema, trajectory, name=self.name, call_timeout=self._call_timeout
-        )
+            self._target, self._schema, trajectory, name=self.name, call_timeout=self._call_timeout,
+            state=self.state,
+        )  # fmt: skip
 
 
 class StatefulSession(ServerSession):
     """One tool with the state of one trajectory: ``create`` at its start, ``release`` at its end."""
 
     def __init__(
-        self, target: Any, schema: Schema, trajectory: TrajectoryInfo, *, name: str, call_timeout: float
-    ) -> None:
+        self, target: Any, schema: Schema, trajectory: TrajectoryInfo, *, name: str, call_timeout: float,
+        state: ToolState = ToolState.REPLAY,
+    ) -> None:  # fmt: skip
         self._target = target
+        self._state = state
         self._schema = schema
         self._name = name
         self._call_timeout = call_timeout
-        self._instance = trajectory.id
+        self._instance = trajectory.key(replayed=state is ToolState.REPLAY)
         self._created = False
         self._kwargs = _tool_kwargs(trajectory.meta, name)
 
@@ -391,6 +433,9 @@ class StatefulSession(ServerSession):
             return Reply(text=text, reward=reward)
 
         return await reply_within(self._call_timeout, work, tool)
+
+    def state_of(self, tool: str) -> ToolState:
+        return self._state
 
     async def reward(self) -> float | None:
         """Return the reward of the state, by ``calc_reward`` or ``reward``; None if the tool gives none.

@@ -15,8 +15,10 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from agentrl.base.concurrency import Threads, task_group, time_limit
 from agentrl.base.user_code import contain
+from agentrl.documents.document import replace_surrogates
 from agentrl.documents.images import Image
-from agentrl.documents.model_call import Condensed
+from agentrl.documents.model_call import Condensed, ToolExecution, read_arguments
+from agentrl.documents.status import ToolState
 from agentrl.documents.task import Claim
 from agentrl.errors import FailureError, OutageError, ToolServerError, tool_server
 
@@ -30,13 +32,17 @@ ROLES = "roles"
 """The name under which the rewards of roles are recorded beside ``state``."""
 T = TypeVar("T")
 _MAX_CAUSES = 10
+_NOT_SHOWN = re.compile(r"(\[image, [^\]\n]{1,200}); not shown\]")
+"""The description of an image that the model sees behind the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryInfo:
-    """What tools may know of a trajectory. ``id`` is its Record's id; MCP servers receive it in ``_meta``."""
+    """What tools may know of a trajectory. ``id`` is its Record's id."""
 
     id: str
+    attempt: int | None = None
+    """The claim that goes on with a trajectory of an earlier one; None for the one that began it."""
     servers: tuple[str, ...] | None = None
     """The servers whose tools are offered: the task's ``tools``. None: all."""
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -47,8 +53,19 @@ class TrajectoryInfo:
     @classmethod
     def of(cls, claim: Claim) -> TrajectoryInfo:
         """Return the trajectory of a claim."""
-        task = claim.task
-        return cls(id=claim.record_id, servers=task.tools, meta=task.meta, question=task.query)
+        task, attempt = claim.task, claim.attempt
+        return cls(
+            id=claim.record_id, attempt=None if attempt == claim.first_attempt else attempt,
+            servers=task.tools, meta=task.meta, question=task.query,
+        )  # fmt: skip
+
+    def key(self, *, replayed: bool) -> str:
+        """Return the id by which a server keeps state of the trajectory.
+
+        State that is ``replayed`` begins anew, under an id of the owner: the last one may have left some, and
+        it may still act if it only seemed dead. Any other state goes on under the Record's id.
+        """
+        return f"{self.id}@{self.attempt}" if replayed and self.attempt is not None else self.id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +116,10 @@ class ServerSession(Protocol):
         """Call one tool. Calls of one session may run in parallel."""
         ...
 
+    def state_of(self, tool: str) -> ToolState:
+        """Return what a tool keeps between its calls."""
+        return ToolState.REPLAY
+
     async def close(self) -> None:
         """Release the trajectory's state: the teardown hook. Idempotent; its errors are logged."""
         return
@@ -119,6 +140,24 @@ class Rewarding(Protocol):
 
     async def reward(self) -> float | Mapping[str, float] | None:
         """Return the reward, or {role: reward}; None if there is none. Raises ToolServerError."""
+        ...
+
+
+@runtime_checkable
+class KeepsFiles(Protocol):
+    """A session whose files can be kept, so that a new session goes on with them."""
+
+    @property
+    def keeps_files(self) -> bool:
+        """Return whether ``snapshot`` may keep something."""
+        ...
+
+    async def snapshot(self) -> str | None:
+        """Keep the files as they are now; return the reference to them, None if they are not kept."""
+        ...
+
+    async def restore(self, reference: str) -> bool:
+        """Give a new session the files of a snapshot; return False if it is not there."""
         ...
 
 
@@ -284,6 +323,8 @@ class ToolNames:
         servers_with = Counter(tool for _, tool in own)
         self._shared = {tool for tool, count in servers_with.items() if count > 1}
         self._offered: dict[tuple[str, str], str] = {}
+        self.targets: dict[str, tuple[str, str]] = {}
+        """Name that the model sees → the server and its own name for the tool."""
         # Name safe ones first, so that no renamed tool takes their names; sort for the same names everywhere.
         for server, tool in sorted(own, key=lambda of: (not _SAFE.fullmatch(self._plain(*of)), of)):
             self.offered(server, tool)
@@ -296,10 +337,11 @@ class ToolNames:
             if not _SAFE.fullmatch(plain):
                 name = _UNSAFE.sub("_", plain)
                 name = name if _SAFE.match(name) else f"_{name}"
-            if len(name) > _LONGEST or name in self._offered.values():
+            if len(name) > _LONGEST or name in self.targets:
                 digest = sha256("\0".join(key).encode("utf-8", "replace")).hexdigest()[:8]
                 name = f"{name[: _LONGEST - 9]}_{digest}"
             self._offered[key] = name
+            self.targets[name] = key
         return self._offered[key]
 
     def _plain(self, server: str, tool: str) -> str:
@@ -332,6 +374,8 @@ class ToolSession:
         self._condense = condense
         self._slots = asyncio.Semaphore(max_parallel)
         self._call_rewards: dict[str, list[float]] = {}
+        own = sessions.get(ENVIRONMENT)
+        self._files = own if isinstance(own, KeepsFiles) and own.keeps_files else None
 
     async def __aenter__(self) -> Self:
         try:
@@ -366,12 +410,7 @@ class ToolSession:
             text = f"there is no tool {name} any more: its server no longer lists it"
             return ToolResult(text=text, error=True, seconds=0.0, server="")
         server, tool = target
-        async with self._slots:
-            # Start the clock in the slot: the tool's seconds do not hold the wait for other tools.
-            start = time.monotonic()
-            with outages_of(server):
-                reply = await self._sessions[server].call(tool, arguments)
-            seconds = time.monotonic() - start
+        reply, seconds = await self._reply(server, tool, arguments)
         if reply.reward is not None:
             self._call_rewards.setdefault(name, []).append(reply.reward)
         text, condensed = reply.text, None
@@ -389,6 +428,46 @@ class ToolSession:
             condensed=condensed,
             images=reply.images,
         )
+
+    def state_of(self, name: str, server: str | None = None) -> ToolState:
+        """Return what the tool ``name`` keeps between its calls; ``outside`` if no server has such a tool.
+
+        ``server`` is the one that a stored call names: it may list the tool only after earlier calls.
+        """
+        known, tool = self._names.targets.get(name, (server, name))
+        session = None if known is None else self._sessions.get(known)
+        return ToolState.OUTSIDE if session is None else session.state_of(tool)
+
+    def recall(self, execution: ToolExecution) -> None:
+        """Count the reward of a stored call that is not made again."""
+        if execution.reward is not None:
+            self._call_rewards.setdefault(execution.name, []).append(execution.reward)
+
+    async def replay(self, executions: Sequence[ToolExecution]) -> int | None:
+        """Make stored calls again, in order, so that new sessions have the state of those that are gone.
+
+        Calls of tools that are ``stateless`` or ``outside`` are left out. Return the index of the first call
+        that ends otherwise than it is stored, in text, error or images; None if none does. Rewards are not
+        counted again: see ``recall``. Raises ToolServerError for a lost server.
+        """
+        for index, execution in enumerate(executions):
+            state = self.state_of(execution.name, execution.server)
+            if state in (ToolState.REPLAY, ToolState.SNAPSHOT) and not await self._repeats(execution):
+                return index
+        return None
+
+    @property
+    def keeps_files(self) -> bool:
+        """Return whether files of a tool can be kept: those of an environment."""
+        return self._files is not None
+
+    async def snapshot(self) -> str | None:
+        """Keep the files of ``snapshot`` tools as they are now, between two calls; return the reference."""
+        return None if self._files is None else await self._files.snapshot()
+
+    async def restore(self, reference: str) -> bool:
+        """Restore files before the first call; return False if they are not there. Raises ToolServerError."""
+        return self._files is not None and await self._files.restore(reference)
 
     async def rewards(self) -> dict[str, dict[str, Any]]:
         """Return ``{tool: {"calls": rewards of its calls, "state": reward of its state}}`` of tools that give
@@ -414,6 +493,31 @@ class ToolSession:
         """Close every session: their teardown hooks. Idempotent."""
         await asyncio.gather(*(session.close() for session in self._sessions.values()))
 
+    async def _reply(self, server: str, tool: str, arguments: Mapping[str, Any]) -> tuple[Reply, float]:
+        """Return a server's answer to one call, and the seconds that it took."""
+        async with self._slots:
+            # Start the clock in the slot: the tool's seconds do not hold the wait for other tools.
+            start = time.monotonic()
+            with outages_of(server):
+                reply = await self._sessions[server].call(tool, arguments)
+            return reply, time.monotonic() - start
+
+    async def _repeats(self, execution: ToolExecution) -> bool:
+        """Make a stored call again; return whether it ends as it is stored."""
+        target, arguments = await self._target(execution.name), read_arguments(execution.arguments)
+        if target is None or not isinstance(arguments, Mapping):
+            return False
+        reply, _ = await self._reply(*target, arguments)
+        if reply.error != execution.error:
+            return False
+        if execution.condensed is not None:
+            # Compare the tool's own text: a model that condenses it again may write another one.
+            own, stored = str(replace_surrogates(reply.text)), execution.condensed
+            return len(own) == stored.chars and own.startswith(stored.original)
+        images = tuple(image.ref for image in reply.images) if execution.images else ()
+        text = _cut(reply.text, reply.max_chars or self._max_chars)
+        return images == execution.images and stored_text(text, len(images)) == execution.result
+
     async def _target(self, name: str) -> tuple[str, str] | None:
         for server, session in self._sessions.items():
             for schema in await session.list():
@@ -421,6 +525,11 @@ class ToolSession:
                 if self._names.offered(server, tool) == name:
                     return server, tool
         return None
+
+
+def stored_text(text: str, images: int) -> str:
+    """Return a tool's text as it is stored, and the model reads it before the first ``images`` images."""
+    return str(replace_surrogates(_NOT_SHOWN.sub(r"\1]", text, count=images) if images else text))
 
 
 async def _open(server: str, session: ServerSession) -> None:

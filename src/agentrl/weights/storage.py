@@ -81,20 +81,21 @@ async def upload(folder: Path, location: str, files: Sequence[FileChecksum]) -> 
 
     Raises PublishError if a file cannot be written, after ``OUTAGE_SECONDS`` where that may be temporary.
     """
-    await _parallel(lambda file: _put(folder / file.name, f"{location}/{file.name}"), files)
+    await _parallel(lambda file: put(folder / file.name, f"{location}/{file.name}"), files)
     # Write it last: who finds the manifest finds every file that it lists.
-    await _put(folder / MANIFEST, f"{location}/{MANIFEST}")
+    await put(folder / MANIFEST, f"{location}/{MANIFEST}")
 
 
-async def _put(source: Path, target: str) -> None:
+async def put(source: Path, target: str) -> None:
+    """Copy a file to a URL. Raises as ``upload``."""
     # Ask for PUT: fsspec uploads to web servers by POST unless it is told.
     options = {"method": "put"} if target.startswith("http") else {}
 
-    def put() -> None:
+    def write_file() -> None:
         seconds = _CALL_SECONDS + source.stat().st_size / _LEAST_BYTES_PER_SECOND
         _call(target, "_put_file", str(source), target, seconds=seconds, **options)
 
-    await _retried(target, put)
+    await _retried(target, write_file)
 
 
 async def write(location: str, content: bytes) -> None:
@@ -102,7 +103,7 @@ async def write(location: str, content: bytes) -> None:
     with tempfile.NamedTemporaryFile() as file:
         file.write(content)
         file.flush()
-        await _put(Path(file.name), location)
+        await put(Path(file.name), location)
 
 
 async def download(location: str, files: Sequence[FileChecksum], folder: Path) -> None:
@@ -243,6 +244,19 @@ async def delete(location: str, files: Sequence[FileChecksum]) -> bool:
         log.warning("%s is not deleted: %s", location, error)
         return False
     return True
+
+
+async def delete_file(location: str) -> None:
+    """Delete a file of a folder or a bucket. One that is not there is no error; others are logged."""
+    try:
+        if is_remote(location):
+            await asyncio.to_thread(_call, location, "_rm", location)
+        else:
+            await asyncio.to_thread(os.unlink, location)
+    except FileNotFoundError:
+        return
+    except Exception as error:  # noqa: BLE001 - see _retried
+        log.warning("%s is not deleted: %s", location, error)
 
 
 async def _parallel(call: Callable[[FileChecksum], Awaitable[None]], files: Sequence[FileChecksum]) -> None:

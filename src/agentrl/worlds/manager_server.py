@@ -193,7 +193,14 @@ class _Routes:
     async def tools(self, request: Request) -> dict[str, Any]:
         name = request.path_params.get("name")
         names = list(self._nodes.servers) if name is None else [self._known(name)]
-        return {"tools": [schema for each in names for schema in await self._nodes.schemas(each)]}
+        # Say what each keeps: a client that goes on with a trajectory has no other way to know.
+        return {
+            "tools": [
+                {**schema, "state": self._nodes.servers[each].state_of(schema_name(schema)).value}
+                for each in names
+                for schema in await self._nodes.schemas(each)
+            ]
+        }
 
     async def end(self, request: Request) -> dict[str, Any]:
         await self._nodes.end(self._known(request.path_params["name"]), _trajectory(request))

@@ -9,7 +9,6 @@ from rollout_fakes import END, format_of
 from scripted_engine import Call, ScriptedEngine
 from test_sampling import Setting, task
 
-from agentrl.columns import pool as pool_module
 from agentrl.documents.model_call import VersionSpan, unpack_floats, unpack_ids
 from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
@@ -22,10 +21,7 @@ pytestmark = pytest.mark.integration
 TEXT = "I think. <answer>3</answer>"
 
 
-async def test_the_next_sampler_resumes_what_a_stopped_one_had_generated(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.1)
+async def test_the_next_sampler_resumes_what_a_stopped_one_had_generated(store: Store) -> None:
     chat_format = format_of()
     ids = [*chat_format.tokens.encode(TEXT), END]
     sent = asyncio.Event()

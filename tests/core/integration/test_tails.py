@@ -8,7 +8,6 @@ import pytest
 from rollout_fakes import ScriptedEngine, format_of
 from test_sampling import Setting, task
 
-from agentrl.columns import pool as pool_module
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.inference.engine import Generation
 from agentrl.rollout import housekeeping
@@ -37,7 +36,6 @@ async def test_the_last_trajectory_of_a_group_is_cut_or_carried_after_its_step(
     store: Store, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     monkeypatch.setattr(housekeeping, "WATCH_SECONDS", 0.05)
-    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 5.0)
     steps = [SimpleNamespace(step=4)]
 
     async def last_step() -> SimpleNamespace:

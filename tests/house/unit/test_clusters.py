@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from agentrl.columns import pool
 from agentrl.config.load import parse
-from agentrl.config.schema import EngineConfig, RunConfig
+from agentrl.config.schema import ClaimConfig, EngineConfig, RunConfig
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 STUBS = {
@@ -76,6 +77,23 @@ def test_an_array_job_runs_a_command_with_real_flags(name: str, command: str, sl
     assert configs[RunConfig].run_name == "my_run"
     assert configs[EngineConfig].engine == "sglang"
     assert configs[EngineConfig].inf_tp_size == (8 if command == "serve" else 1)
+
+
+def test_a_sampler_is_killed_only_after_it_had_time_to_drain_and_release() -> None:
+    batch, compose, chart = (
+        (DEPLOY / name).read_text(encoding="utf-8")
+        for name in ("slurm/samplers.sbatch", "compose.yml", "helm/agentrl/templates/samplers.yaml")
+    )
+    ending = pool._CANCEL_SECONDS + 2 * pool.RELEASE_SECONDS
+    needed = ClaimConfig.drain_seconds + ending
+    assert needed <= 30  # the grace of Kubernetes, and Slurm's KillWait, where nobody has set them
+    assert int(re.findall(r"#SBATCH --signal=B:TERM@(\d+)", batch)[0]) > needed
+    assert re.findall(r"(?m)^exec .*agentrl\" sample ", batch)  # no shell stands between the signal and it
+    assert int(yaml.safe_load(compose)["services"]["sampler"]["stop_grace_period"].rstrip("s")) > needed
+    values = yaml.safe_load((DEPLOY / "helm/agentrl/values.yaml").read_text(encoding="utf-8"))
+    assert values["samplers"]["drainSeconds"] == ClaimConfig.drain_seconds
+    more = int(re.findall(r"GracePeriodSeconds: {{ add .Values.samplers.drainSeconds (\d+) }}", chart)[0])
+    assert more > ending
 
 
 @pytest.mark.parametrize("name", ["trainer.sbatch", "samplers.sbatch", "engines.sbatch"])

@@ -11,7 +11,7 @@ from snapshots import NOW, engine, snapshot, steps
 from agentrl.documents.run import Outage, TrainerLease
 from agentrl.documents.status import TrainerEnd
 from agentrl.screens.snapshot import findings, seconds_since_step, state
-from agentrl.screens.views.counts import FailureCount
+from agentrl.screens.views.counts import Continued, FailureCount
 
 
 def test_a_healthy_run_has_no_finding() -> None:
@@ -45,6 +45,9 @@ def test_a_healthy_run_has_no_finding() -> None:
         ({"records": {"train": {"ready": 5, "failed": 5}}}, "bad", "50 % of 10 attempts"),
         ({"data": {"train": {"quarantined": 2}}, "quarantined_because": "token 7"},
          "warn", "2 trajectories must"),
+        ({"continued": Continued(poison=2)}, "warn", "2 trajectories failed as poison"),
+        ({"continued": Continued(trajectories=10, diverged=3, dropped=7)}, "warn",
+         "3 of 10 trajectories that went on in another process diverged"),
     ],
 )  # fmt: skip
 def test_each_fault_is_named(changes: dict[str, Any], severity: str, says: str) -> None:

@@ -39,6 +39,7 @@ from agentrl.screens.run_screens import (
 from agentrl.screens.screens_cli import audit
 from agentrl.screens.snapshot import RunSnapshot, findings, published_versions
 from agentrl.screens.views.counts import (
+    Continued,
     DataCount,
     EnvironmentCount,
     FailureCount,
@@ -109,6 +110,24 @@ def test_the_screen_fits_80_columns_and_says_what_is_wrong() -> None:
     assert "\u202e" not in page
 
 
+def test_what_went_on_in_another_process_is_summed_up() -> None:
+    continued = Continued(
+        trajectories=12, died=9, released=4, turns=96, tokens=51_200, tool_seconds=1204.0, diverged=0
+    )
+    page = _printed(_status(continued=continued))
+    assert max(len(line) for line in page.splitlines()) <= 80
+    flat = " ".join(page.split())
+    assert "continued 12 trajectories in another process (9 owners died, 4 released them);" in flat
+    assert "96 turns, 51,200 tokens and 20 min 4 s of tools not repeated" in flat
+    assert "diverged" not in flat
+    assert status_json(_status(continued=continued), output_free=None)["continued"]["tokens"] == 51_200
+    rare = " ".join(
+        _printed(_status(continued=Continued(diverged=1, dropped=3, restarted=2, poison=1))).split()
+    )
+    assert "1 diverged, 3 turns dropped; 2 begun anew; 1 poison" in rare
+    assert "continued" not in _printed(_status())
+
+
 def test_an_empty_run_has_a_screen() -> None:
     nobody = {"claims": {}, "engines": (), "outages": (), "last_claim": None}
     page = _printed(_status(steps=[], tasks={}, failures=[], lease=TrainerLease(), liveness=nobody))
@@ -146,7 +165,7 @@ def test_the_json_has_every_key_and_no_number_that_json_lacks() -> None:
     value = json.loads(json.dumps(status_json(_status(), output_free=5), allow_nan=False))
     keys = (
         "run_name at activity steps rates queues trainer ended samplers last_claim engines outages failures"
-        " parent children versions disk output_free state findings"
+        " parent children versions disk output_free state findings continued"
     )
     assert set(value) == set(keys.split())
     assert value["steps"][0]["metrics"] == {"tokens_per_second": 1234.5, "kl_k3": None}
@@ -344,7 +363,7 @@ def test_what_is_wrong_comes_first() -> None:
 def test_the_json_has_every_key() -> None:
     details = RunDetails(groups=(), data=(), lengths=(), prompts=(), environments=(), versions=(), steps=())
     keys = (
-        "run_name tasks records failures groups data lengths prompts samplers outages past_outages"
+        "run_name tasks records failures continued groups data lengths prompts samplers outages past_outages"
         " waiting_for_score engines versions steps settings configurations environments evaluations at"
         " state findings parent children"
     )

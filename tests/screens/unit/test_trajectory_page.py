@@ -11,8 +11,16 @@ from snapshots import SHORT_RECORD as RECORD
 from snapshots import printed, rows
 from snapshots import short_call as call
 
-from agentrl.documents.model_call import BrowseCall, Condensed, DispatchedSamplingTask
-from agentrl.documents.record import CommandRun, Ending, Failure, HarnessRun, Record, ReportedReward
+from agentrl.documents.model_call import STEP, BrowseCall, Condensed, DispatchedSamplingTask, Event
+from agentrl.documents.record import (
+    CommandRun,
+    Ending,
+    Failure,
+    HarnessRun,
+    Ownership,
+    Record,
+    ReportedReward,
+)
 from agentrl.documents.status import CallStatus, RecordStatus, StopReason
 from agentrl.screens.dashboard.pages.compare import pair_turns
 from agentrl.screens.dashboard.pages.trajectories import waterfall_of
@@ -22,6 +30,7 @@ from agentrl.screens.trajectory_page import (
     call_text,
     content_text,
     contexts_of,
+    other_text,
     part_text,
     render_rows,
     render_trajectory,
@@ -29,6 +38,13 @@ from agentrl.screens.trajectory_page import (
     turns_of,
 )
 from agentrl.screens.views.read import WholeTrajectory
+
+
+def event(name: str, arguments: Any, result: Any) -> Event:
+    """What came back after a model call."""
+    return Event(
+        name=name, arguments=arguments, result=result, started_at=RECORD.created_at, seconds=0.25, attempt=1
+    )
 
 
 def test_long_text_is_cut() -> None:
@@ -74,6 +90,11 @@ def test_each_part_of_a_turn_can_be_read_whole() -> None:
     assert part_text(second, first, "message-0") == "4"
     assert part_text(first, None, "result-0") == "4"
     assert part_text(first, None, "arguments-0") == '{"a": 2}'
+    asked = replace(first, events=(event("now", None, "noon"), event(STEP, "hello", {"text": "hi"})))
+    assert part_text(asked, None, "event-0") == "noon"
+    assert part_text(asked, None, "told-1") == "hello"
+    assert part_text(asked, None, "event-1") == '{"text": "hi"}'
+    assert part_text(asked, None, "event-2") is None
     for part in ("", "result-1", "message-7", "result--1", "x-0", "message-0999999999999"):
         assert part_text(first, None, part) is None
 
@@ -88,6 +109,18 @@ def test_a_waterfall_places_calls_tools_and_scoring() -> None:
         ("scoring", "score", 0.6, 1.0),
     ]  # fmt: skip
     assert waterfall_of(RECORD, []).bars == []
+
+
+def test_a_waterfall_shows_tools_and_events_where_they_began() -> None:
+    made = call(0, None, tools=True)
+    began = made.created_at + timedelta(seconds=4)  # under another owner, after the first one died
+    late = replace(made.tool_executions[0], started_at=made.created_at)
+    asked = replace(event("now", None, "noon"), started_at=began, seconds=1.0)
+    turn = replace(made, tool_executions=(late,), events=(asked,), created_at=began + timedelta(seconds=1))
+    bars = waterfall_of(RECORD, [turn]).bars
+    assert [(bar.what, bar.kind, round(bar.seconds, 2)) for bar in bars] == [
+        ("turn 1", "generate", 2.0), ("add", "tool", 5.0), ("once now", "tool", 1.0)
+    ]  # fmt: skip
 
 
 def test_whatever_a_client_sent_becomes_text() -> None:
@@ -149,12 +182,78 @@ def test_a_failed_attempt_says_why() -> None:
         stop_reason=StopReason.FAILED,
         failure=Failure(kind="tool", message="the server went away"), completed_at=None, score_details={},
     )  # fmt: skip
-    page = page_of(failed, failures=[failed])
-    assert "attempt 1 " in page
+    page = page_of(failed)
+    assert "other Records" not in page
+    scored = page_of(documents.record(attempt=2), others=[failed])
+    assert f"{failed.id}  2 turns" in scored
+    assert "tool: the server went away" in scored
     assert "FAILED  score –" in page
     assert "not trained" in page
     assert "failed     tool: the server went away" in page
     assert "answer     –" in page
+
+
+def test_owners_are_shown_in_order_with_what_each_took_over() -> None:
+    since = documents.record().created_at
+    owners = (
+        Ownership(owner="node-a-71-0a1b2c", attempt=1, since=since, until=since, ended="lease"),
+        Ownership(
+            owner="node-b-5-0a1b2c", attempt=2, since=since, until=since, ended="released", replayed=1,
+            tokens=20, tool_seconds=0.5,
+        ),
+        Ownership(owner="other", attempt=4, since=since, replayed=2, tokens=1042, diverged_at=2, dropped=3),
+    )  # fmt: skip
+    turns = [
+        replace(turn, attempt=attempt) for turn, attempt in zip(documents.two_turns(), (1, 4), strict=True)
+    ]
+    record = documents.record(owners=owners)
+    page = page_of(record, *turns)
+    expected = [
+        "owner 1  node-a-71-0a1b2c on node-a · attempt 1 ·", "its lease ran out: it died or fell silent",
+        "owner 2  node-b-5-0a1b2c on node-b · attempt 2", "released: it stopped, was drained",
+        "from the journal: 1 turns, 20 tokens and 0.5 s of tools",
+        "owner 3  other · attempt 4", "ended the trajectory: answered",
+        "from the journal: 2 turns, 1,042 tokens",
+        "diverged at turn 3, 3 turns dropped, kept as train/0/task_001/3/4",
+        "turn 1 ·", "by owner 1", "turn 2 ·", "by owner 3",
+    ]  # fmt: skip
+    places = [page.find(line) for line in expected]
+    assert -1 not in places, expected[places.index(-1)]
+    assert places == sorted(places)
+    assert [turn.owner for turn in turns_of(record, turns, turns)] == [1, 3]
+    alone = documents.record(owners=owners[:1])
+    assert "owner 1" not in page_of(alone, *turns)
+    assert "holds the trajectory" in page_of(documents.record(owners=owners, stop_reason=None))
+
+
+def test_what_else_happened_is_shown_in_its_turn() -> None:
+    step = event(STEP, "the text of the turn", {"text": "you lose", "done": True})
+    turn = replace(documents.call(0), events=(event("today", None, "2026-11-29"), step))
+    page = page_of(documents.record(), turn)
+    assert "→ once today" in page
+    assert "    2026-11-29" in page
+    assert "→ environment step\n" in page
+    assert '"text": "you lose"' in page
+    (shown_turn,) = turns_of(RECORD, [turn], [turn])
+    assert [item.what for item in shown_turn.events] == ["once today", "environment step"]
+
+
+def test_a_tool_call_that_was_begun_and_not_ended_may_have_taken_effect() -> None:
+    whole = documents.two_turns()[0]
+    begun = replace(whole, tool_executions=(replace(whole.tool_executions[0], finished=False),))
+    note = "it had begun, and may have taken effect"
+    assert note in page_of(documents.record(), begun)
+    assert note not in page_of(documents.record(), whole)
+    (turn,) = turns_of(RECORD, [begun], [begun])
+    assert note in (turn.tools[0].note or "")
+
+
+def test_other_records_of_the_slot_say_what_they_are() -> None:
+    branch = documents.record(attempt=3, status=RecordStatus.RELEASED, score=None, owners=())
+    owner = Ownership(owner="a", attempt=1, ended="restarted")
+    anew = replace(branch, owners=(owner,))
+    assert other_text(branch) == "a branch that a divergence dropped; never trained"
+    assert other_text(anew) == "begun anew: its tools could not be restored"
 
 
 def test_malformed_calls_and_context_resets_are_shown() -> None:

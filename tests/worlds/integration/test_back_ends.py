@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from fake_kubernetes import FakeKubernetes
 from rootfs_here import rootfs_problem, sh
 
+from agentrl.worlds.containers.changes import Changes, NotKeptError
 from agentrl.worlds.containers.container import CONTAINERS, Container, ContainerSpec, FilesTooLargeError
 
 pytestmark = [
@@ -129,3 +131,61 @@ async def test_files_are_copied_both_ways(box: Container, tmp_path: Path) -> Non
     await sh(box, "printf %03000000d 0 > /new/tests/large")
     with pytest.raises(FilesTooLargeError):
         await box.copy(tmp_path / "large.tar", out_of="/new/tests", limit=1 << 20)
+
+
+CHANGE = """
+cd /root; mkdir -p work/deep; echo one > work/deep/a; ln -s a work/deep/link; ln work/deep/a work/deep/hard
+echo 'two words' > '/etc/a name'; echo more >> /etc/passwd; rm /bin/yes; rm /bin/tr; mkdir /bin/tr
+echo x > /bin/tr/f; chmod 750 work; echo hosts > /etc/hosts
+"""
+LOOK = """
+cd /root; cat work/deep/a work/deep/link work/deep/hard '/etc/a name' /bin/tr/f; tail -n 1 /etc/passwd
+[ -e /bin/yes ] || echo gone; stat -c %a work; echo again >> work/deep/a; cat work/deep/hard
+[ -e /tmp/.agentrl-changes ]
+"""
+SEEN = "one\none\none\ntwo words\nx\nmore\ngone\n750\none\nagain\n"
+
+
+async def test_what_has_changed_goes_to_a_new_container(
+    spec: tuple[str, ContainerSpec], tmp_path: Path
+) -> None:
+    kind, folder, kept = CONTAINERS.get(spec[0]), tmp_path / "changes", tmp_path / "kept.tar"
+    folder.mkdir()
+    await asyncio.to_thread(kind.check, spec[1], "here")
+    async with kind(spec[1]) as box:
+        changes = Changes(box, folder)
+        await changes.begin()
+        assert (await sh(box, CHANGE)).stderr == ""
+        await changes.save(kept, 1 << 20)
+        await sh(box, "echo late > /root/late")
+    async with kind(spec[1]) as box:
+        await Changes(box, folder).apply(kept)
+        seen = await sh(box, LOOK)
+        assert (seen.stdout, seen.exit_code) == (SEEN, 1)
+        assert (await sh(box, "[ -e /root/late ]")).exit_code == 1
+        assert (await sh(box, "cat /etc/hosts")).stdout != "hosts\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("truncate -s 2M /root/large", "they have more than 1,048,576 bytes"),
+        (
+            "(for n in 1 2 3 4 5 6 7 8 9; do sleep 1; done) >/dev/null 2>&1 &",
+            "programs run in the background",
+        ),
+        ("touch '/root/a\\b'", "a name cannot be archived: 'root/a"),
+        ("rm /bin/find", "not found"),
+    ],
+)
+async def test_what_no_archive_restores_is_not_kept(
+    box: Container, tmp_path: Path, line: str, why: str
+) -> None:
+    if "&" in line and not (await sh(box, "echo /proc/[0-9]*")).stdout[6:7].isdigit():
+        pytest.skip("this stand-in has no /proc")
+    changes = Changes(box, tmp_path)
+    await changes.begin()
+    await sh(box, line)
+    with pytest.raises(NotKeptError, match=re.escape(why)):
+        await changes.save(tmp_path / "kept.tar", 1 << 20)
+    assert not (tmp_path / "kept.tar").exists()

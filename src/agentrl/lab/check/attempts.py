@@ -6,6 +6,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, ClassVar
 
 from agentrl.documents.document import is_finite
@@ -36,10 +37,12 @@ ENDED = frozenset(RecordStatus) - {
 }  # fmt: skip
 """A Record that no sampler writes any more."""
 DEAD = ENDED - SETTLED
-"""A Record of an attempt that ended without a score."""
+"""A Record that no sampler writes, and that has no score."""
 TERMINAL = frozenset({SlotStatus.SCORED, SlotStatus.FAILED})
 _LIVING = frozenset({SlotStatus.RUNNING, SlotStatus.SAMPLED, SlotStatus.SCORED})
-"""A slot whose last attempt is alive."""
+"""A slot whose Record is alive."""
+_GOES_ON = (RecordStatus.CREATED, RecordStatus.RUNNING, RecordStatus.RELEASED)
+"""A Record that a claim has not adopted yet."""
 
 CHECKED_FIELDS = {
     "task": 1, "traj_id": 1, "attempt": 1, "split": 1, "epoch": 1, "status": 1, "score": 1,
@@ -47,8 +50,8 @@ CHECKED_FIELDS = {
     "score_details.turn_rewards": 1, "score_details.role_rewards": 1, "score_details.call_roles": 1,
     "turn_advantages": 1,
     "turns": 1, "tool_calls": 1, "context_resets": 1, "prompt_tokens": 1, "generated_tokens": 1,
-    "min_version": 1, "max_version": 1, "owner": 1, "traj": 1, "trained_count": 1, "last_trained_step": 1,
-    "scored_at": 1, "pruned_at": 1,
+    "min_version": 1, "max_version": 1, "owner": 1, "fence": 1, "owners": 1, "traj": 1, "trained_count": 1,
+    "last_trained_step": 1, "scored_at": 1, "pruned_at": 1, "untrained_calls": 1, "dropped_calls": 1,
 }  # fmt: skip
 """The fields of a Record that the rules need; texts are left out."""
 
@@ -61,17 +64,19 @@ _CALL_FIELDS = {
     "status": 1, "versions": 1, "prompt_tokens": 1,
     "generated_tokens": 1, "created_at": 1, "packed_in_gridfs": 1,
     "executions": {"$size": "$tool_executions"},
+    "attempt": 1,
+    "ran_by": {"$concatArrays": ["$tool_executions.attempt", {"$ifNull": ["$events.attempt", []]}]},
     **{name: {"$binarySize": f"${name}"} for name in _PACKED},
 }  # fmt: skip
 
 
 def slot_problems(task: Json, records: Sequence[Json], is_final: bool) -> Iterator[CheckProblem]:
-    """Yield contradictions between the slots of a Task and its Records of every attempt."""
+    """Yield contradictions between the slots of a Task and all their Records."""
     slots = {slot["traj_id"]: slot for slot in task["slots"]}
     if len(slots) != len(task["slots"]):
         numbers = [slot["traj_id"] for slot in task["slots"]]
         yield CheckProblem(f"Task {task['_id']}", "slots with unique numbers", sorted(slots), numbers)
-    attempts: dict[int, dict[int, Json]] = {number: {} for number in slots}
+    of_slot: dict[int, dict[int, Json]] = {number: {} for number in slots}
     for record in records:
         slot = slots.get(record["traj_id"])
         if slot is None:
@@ -79,13 +84,13 @@ def slot_problems(task: Json, records: Sequence[Json], is_final: bool) -> Iterat
                 f"Record {record['_id']}", "its slot", f"one of {sorted(slots)}", record["traj_id"]
             )
             continue
-        attempts[record["traj_id"]][record["attempt"]] = record
+        of_slot[record["traj_id"]][record["attempt"]] = record
         yield from _belonging(task, slot, record)
     for number, slot in slots.items():
         name = f"Task {task['_id']} slot {number}"
         if is_final and slot["status"] not in TERMINAL:
             yield CheckProblem(name, "terminal at the end of the run", "scored or failed", slot["status"])
-        yield from _attempts(name, task, slot, attempts[number])
+        yield from _of_slot(name, task, slot, of_slot[number])
 
 
 def _belonging(task: Json, slot: Json, record: Json) -> Iterator[CheckProblem]:
@@ -99,34 +104,62 @@ def _belonging(task: Json, slot: Json, record: Json) -> Iterator[CheckProblem]:
             ("the epoch of its Task", task["epoch"], record["epoch"]),
         ],
     )
-    if record["attempt"] > slot["attempt"]:
-        yield CheckProblem(
-            name, "no attempt beyond its slot's", f"at most {slot['attempt']}", record["attempt"]
-        )
+    for what, attempt in (("attempt", record["attempt"]), ("fence", record.get("fence") or 0)):
+        if attempt > slot["attempt"]:
+            yield CheckProblem(name, f"no {what} beyond its slot's", f"at most {slot['attempt']}", attempt)
 
 
-def _attempts(name: str, task: Json, slot: Json, attempts: Mapping[int, Json]) -> Iterator[CheckProblem]:
-    current = attempts.get(slot["attempt"])
+def _of_slot(name: str, task: Json, slot: Json, records: Mapping[int, Json]) -> Iterator[CheckProblem]:
+    """Check the Records of a slot; ``records`` has them by the attempt that began them."""
+    begun = slot.get("begun")
+    number = slot["attempt"] if begun is None else begun
+    key = record_key(task["_id"], slot["traj_id"], number)
+    current = records.get(number)
+    if slot["status"] in _LIVING:
+        yield from differing(name, [("record_id of what it has begun", key, slot.get("record_id"))])
     if slot["status"] in (SlotStatus.SAMPLED, SlotStatus.SCORED):
-        yield from _ended(name, task, slot, current)
+        yield from _ended(name, slot, key, current)
     elif slot["status"] == SlotStatus.RUNNING and current is not None:
-        if current["status"] in ENDED:
-            what = "a running Record, since its slot is running"
-            yield CheckProblem(f"Record {current['_id']}", what, "created to scoring", current["status"])
-        yield from differing(
-            f"Record {current['_id']}", [("the owner of its slot", slot.get("owner"), current.get("owner"))]
-        )
-    living = slot["attempt"] if slot["status"] in _LIVING else None
-    for number, record in attempts.items():
-        if number != living and record["status"] not in DEAD:
-            what = f"dead, since attempt {number} is not the live one of its slot"
+        yield from _running(slot, current)
+    elif slot["status"] == SlotStatus.OPEN and begun is not None:
+        status = "none" if current is None else current["status"]
+        if status != RecordStatus.RELEASED:
+            what = f"a released Record {key}, which the next attempt goes on with"
+            yield CheckProblem(name, what, RecordStatus.RELEASED, status)
+    living = number if slot["status"] in _LIVING else None
+    for other, record in records.items():
+        yield from _dropped(record, records)
+        if other != living and record["status"] not in DEAD:
+            what = f"dead, since attempt {other} is not what its slot has begun"
             yield CheckProblem(f"Record {record['_id']}", what, " or ".join(sorted(DEAD)), record["status"])
 
 
-def _ended(name: str, task: Json, slot: Json, record: Json | None) -> Iterator[CheckProblem]:
-    """Check a slot that is sampled or scored, and the Record of its attempt."""
-    key = record_key(task["_id"], slot["traj_id"], slot["attempt"])
-    yield from differing(name, [("record_id of its attempt", key, slot.get("record_id"))])
+def _running(slot: Json, record: Json) -> Iterator[CheckProblem]:
+    """Check the Record of a running slot."""
+    name, status = f"Record {record['_id']}", record["status"]
+    fence = record.get("fence")
+    if fence is not None and fence < slot["attempt"]:
+        if status not in _GOES_ON:
+            what = f"one to go on with, since attempt {slot['attempt']} has claimed its slot"
+            yield CheckProblem(name, what, " or ".join(_GOES_ON), status)
+        return
+    if status in ENDED:
+        what = "a running Record, since its slot is running"
+        yield CheckProblem(name, what, "created to scoring", status)
+    yield from differing(name, [("the owner of its slot", slot.get("owner"), record.get("owner"))])
+
+
+def _dropped(record: Json, records: Mapping[int, Json]) -> Iterator[CheckProblem]:
+    """Check that what a divergence dropped is kept, as the Record of the attempt in which it was."""
+    for owner in record.get("owners") or ():
+        if owner.get("dropped") and owner["attempt"] not in records.keys() - {record["attempt"]}:
+            what = f"the Record of the {owner['dropped']} model calls that attempt {owner['attempt']} dropped"
+            key = record_key(record["task"], record["traj_id"], owner["attempt"])
+            yield CheckProblem(f"Record {record['_id']}", what, key, "none")
+
+
+def _ended(name: str, slot: Json, key: str, record: Json | None) -> Iterator[CheckProblem]:
+    """Check a slot that is sampled or scored, and its Record."""
     if slot["status"] == SlotStatus.SAMPLED:
         status = "none" if record is None else record["status"]
         if status != RecordStatus.COMPLETED:
@@ -170,12 +203,14 @@ def call_problems(record: Json, calls: Sequence[Json]) -> Iterator[CheckProblem]
     expected = list(record["traj"])
     keys = [call["_id"] for call in calls]
     name = f"Record {record['_id']}"
+    trained = {*(record.get("dropped_calls") or ())}.difference(record.get("untrained_calls") or ())
     yield from differing(
         name,
         [
             ("its model calls in the order of traj", expected, keys),
             ("gap-free indexes of its calls", list(range(len(calls))), [call["index"] for call in calls]),
             ("calls with its _id as prefix", [f"{record['_id']}/{call['index']}" for call in calls], keys),
+            ("dropped calls that may be trained", [], sorted(trained)),
         ],
     )
     yield from differing(name, _sums(record, calls))
@@ -239,6 +274,51 @@ def _call(call: Json, earlier: dict[str, Json]) -> Iterator[CheckProblem]:
         )
 
 
+def owner_problems(record: Json, calls: Sequence[Json], clock_skew_seconds: float) -> Iterator[CheckProblem]:
+    """Yield contradictions between the owners of a Record, and what was written by none of them in its time.
+
+    Records and calls of older versions name none.
+    """
+    name, owners = f"Record {record['_id']}", record.get("owners") or ()
+    attempts = [owner["attempt"] for owner in owners]
+    if attempts != sorted(set(attempts)) or (attempts and attempts[0] < record["attempt"]):
+        yield CheckProblem(name, "owners in order", f"rising attempts from {record['attempt']} on", attempts)
+    if attempts:
+        yield from differing(name, [("the attempt of its last owner", attempts[-1], record.get("fence"))])
+    for owner in owners[:-1]:
+        if owner.get("ended") is None:
+            what = f"why attempt {owner['attempt']} ended, since another owner followed"
+            yield CheckProblem(name, what, "a reason", None)
+    yield from _writers(name, {owner["attempt"]: owner for owner in owners}, calls, clock_skew_seconds)
+    dropped = 0
+    for owner in reversed(owners):
+        dropped += owner.get("dropped", 0)
+        earlier = sum((call.get("attempt") or 0) < owner["attempt"] for call in calls)
+        if owner.get("replayed", 0) > earlier + dropped:
+            what = f"the turns that attempt {owner['attempt']} replayed"
+            yield CheckProblem(name, what, f"at most the {earlier + dropped} before it", owner["replayed"])
+
+
+def _writers(
+    name: str, owners: Mapping[int, Json], calls: Sequence[Json], clock_skew_seconds: float
+) -> Iterator[CheckProblem]:
+    """Check that owners wrote one after the other, and none after its end."""
+    writers = [call["attempt"] for call in calls if call.get("attempt") is not None]
+    if writers != sorted(writers):
+        yield CheckProblem(name, "model calls of one owner after the other", sorted(writers), writers)
+    for call in calls:
+        what, attempt = f"DispatchedSamplingTask {call['_id']}", call.get("attempt")
+        of_tools = [by for by in call.get("ran_by", ()) if by is not None]
+        if strangers := {attempt, *of_tools} - owners.keys() - {None}:
+            yield CheckProblem(what, "attempts of its Record's owners", sorted(owners), sorted(strangers))
+        elif attempt is not None:
+            if of_tools and min(of_tools) < attempt:
+                yield CheckProblem(what, "tool calls after it", f"from attempt {attempt} on", min(of_tools))
+            until, made = owners[attempt].get("until"), call["created_at"]
+            if until is not None and made > until + timedelta(seconds=clock_skew_seconds):
+                yield CheckProblem(what, "made while its owner had the Record", f"until {until}", made)
+
+
 class _Parents(CheckSection):
     """Checks that the documents named by the field ``order`` exist in the collection ``parents``."""
 
@@ -273,7 +353,7 @@ class CallParentsCheck(_Parents):
 _TOLERANCE = 1e-9
 _DECIDING = (
     "_id", "task", "traj_id", "attempt", "split", "epoch", "score", "stop_reason", "turns", "min_version",
-    "max_version", "generated_tokens", "score_details",
+    "max_version", "generated_tokens", "score_details", "dropped_calls",
 )  # fmt: skip
 
 

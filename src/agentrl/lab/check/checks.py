@@ -27,6 +27,7 @@ from agentrl.lab.check.attempts import (
     RecordParentsCheck,
     call_problems,
     group_problems,
+    owner_problems,
     read_call_sizes,
     score_problems,
     slot_problems,
@@ -329,6 +330,8 @@ def _slot(name: str, slot: Json) -> Iterator[CheckProblem]:
     status = slot["status"]
     if slot.get("released", 0) > slot["attempt"]:
         yield CheckProblem(name, "at most as many releases as attempts", slot["attempt"], slot["released"])
+    if (slot.get("begun") or 0) > slot["attempt"]:
+        yield CheckProblem(name, "begun by its attempt or an earlier one", slot["attempt"], slot["begun"])
     if status == SlotStatus.RUNNING:
         for field in ("owner", "lease_expires_at", "record_id"):
             if slot.get(field) is None:
@@ -400,7 +403,9 @@ class TasksCheck(CheckSection):
             records = sorted(of_task[task["_id"]], key=itemgetter("traj_id", "attempt"))
             _check_task(task, records, trained, self.options.is_final, findings)
             for record in records:
-                _check_record(task, record, of_record[record["_id"]], findings)
+                _check_record(
+                    task, record, of_record[record["_id"]], self.options.clock_skew_seconds, findings
+                )
         await self._check_versions(moment, page, of_task, of_record, findings)
         await self._check_leases(moment, page, findings)
 
@@ -456,11 +461,15 @@ def _check_task(
             findings.wrong(Invariant.TRAINING, key, name, what, "a DBRecordData", "none")
 
 
-def _check_record(task: Json, record: Json, its_calls: Sequence[Json], findings: Findings) -> None:
+def _check_record(
+    task: Json, record: Json, its_calls: Sequence[Json], clock_skew_seconds: float, findings: Findings
+) -> None:
     key = task["_id"]
     if not record.get("pruned_at"):
         findings.count(Invariant.TRAJECTORIES, "model calls", len(its_calls))
         findings.add(Invariant.TRAJECTORIES, key, call_problems(record, its_calls))
+        findings.count(Invariant.OWNERS, "owners", len(record.get("owners") or ()))
+        findings.add(Invariant.OWNERS, key, owner_problems(record, its_calls, clock_skew_seconds))
     findings.add(Invariant.STATES, key, record_problems(task, record))
     findings.count(Invariant.GROUPS, "scores", int(record.get("score") is not None))
     findings.add(Invariant.GROUPS, key, score_problems(record))

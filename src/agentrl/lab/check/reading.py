@@ -38,6 +38,7 @@ class Invariant(IntEnum):
     CONTENTS = 7, "tasks, calls, answers, scores and metrics are as they were written"
     FAMILY = 8, "a run and its parent name each other, and what the child needs is kept"
     RETRACTED = 9, "nothing but its tombstone is left of what was withdrawn"
+    OWNERS = 10, "the owners of a trajectory follow one another, and each wrote in its own time"
 
     def __new__(cls, value: int, title: str = "") -> Self:
         invariant = int.__new__(cls, value)

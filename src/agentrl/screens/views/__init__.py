@@ -12,6 +12,7 @@ from agentrl.screens.views.pipelines import (
     EVALUATIONS,
     FAILURES,
     GROUPS,
+    OWNERS,
     STEPS,
     TASKS,
     TOOL_CALLS,
@@ -25,6 +26,7 @@ from agentrl.store.mechanics.connection import DATA, EVALUATION, MODEL_CALL, REC
 from agentrl.store.schema import VIEWS
 
 VIEWS.add((RECORD, TRAJECTORIES), "audit_trajectories")
+VIEWS.add((RECORD, OWNERS), "audit_owners")
 VIEWS.add((MODEL_CALL, TURNS), "audit_turns")
 VIEWS.add((RECORD, CONVERSATIONS), "audit_conversations")
 VIEWS.add((RECORD, FAILURES), "audit_failures")

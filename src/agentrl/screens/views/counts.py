@@ -20,6 +20,7 @@ from agentrl.screens.views.read import Views
 from agentrl.store.epochs import ORDER
 from agentrl.store.gateways import Labels
 from agentrl.store.mechanics.connection import DATA, RECORD, TASK, VERSION, Json, Repository, database_call
+from agentrl.store.records import LEASE, RELEASED, RESTARTED
 from agentrl.store.run_list import Disk, read_disk
 
 RATE_SECONDS = 300.0
@@ -55,6 +56,37 @@ class Rates:
     def per_minute(self) -> float:
         """Scored trajectories per minute."""
         return 60.0 * self.scored / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continued:
+    """What trajectories that went on in another process came to, and what did not."""
+
+    trajectories: int = 0
+    """Those with more than one owner."""
+    died: int = 0
+    """Owners of them whose lease ran out."""
+    released: int = 0
+    """Owners of them that released them."""
+    turns: int = 0
+    """Model calls that came from the journal."""
+    tokens: int = 0
+    """Generated tokens that nobody had to sample again."""
+    tool_seconds: float = 0.0
+    """Seconds of tools that nobody had to run again."""
+    diverged: int = 0
+    """How often one went another way than its journal."""
+    dropped: int = 0
+    """Model calls that this took out of them."""
+    restarted: int = 0
+    """Trajectories that were begun anew: their tools could not be restored."""
+    poison: int = 0
+    """Trajectories that failed because they kill their samplers."""
+
+    @property
+    def any(self) -> bool:
+        """Return whether there is one to show."""
+        return bool(self.trajectories or self.restarted or self.poison)
 
 
 class Counts(Repository):
@@ -125,6 +157,42 @@ class Counts(Repository):
             FailureCount(kind=group.pop("_id"), message=group.pop("message") or "", **group)
             for group in (*attempts, *groups)
         ]
+
+    @database_call
+    async def continued(self) -> Continued:
+        """Sum up the trajectories that went on in another process."""
+
+        def ended(why: str) -> Json:
+            return {"$sum": {"$cond": [{"$eq": ["$owners.ended", why]}, 1, 0]}}
+
+        groups = await self._aggregate(
+            RECORD,
+            {"$match": {"owners.1.attempt": {"$gt": 0}}},
+            {"$project": {"owners": 1}},
+            {"$unwind": {"path": "$owners", "includeArrayIndex": "place"}},
+            {
+                "$group": {
+                    "_id": None,
+                    "trajectories": {"$sum": {"$cond": [{"$eq": ["$place", 0]}, 1, 0]}},
+                    "died": ended(LEASE),
+                    "released": ended(RELEASED),
+                    "turns": {"$sum": "$owners.replayed"},
+                    "tokens": {"$sum": "$owners.tokens"},
+                    "tool_seconds": {"$sum": "$owners.tool_seconds"},
+                    "diverged": {"$sum": {"$cond": [{"$isNumber": "$owners.diverged_at"}, 1, 0]}},
+                    "dropped": {"$sum": "$owners.dropped"},
+                }
+            },
+            {"$unset": "_id"},
+        )
+        records = self._collection(RECORD)
+        restarted = {"status": RecordStatus.RELEASED.value, "owners.ended": RESTARTED}
+        poison = {"status": RecordStatus.FAILED.value, "failure.kind": "poison"}
+        return Continued(
+            restarted=await records.count_documents(restarted),
+            poison=await records.count_documents(poison),
+            **(groups[0] if groups else {}),
+        )
 
     @database_call
     async def rates(self, at: datetime) -> Rates:

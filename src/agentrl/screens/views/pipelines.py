@@ -28,7 +28,7 @@ from agentrl.store.mechanics.connection import DATA, MODEL_CALL, RECORD, STEP, T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryRow(Root):
-    """One row of ``audit_trajectories``: one attempt at a trajectory, and its training."""
+    """One row of ``audit_trajectories``: one Record, and its training."""
 
     id: str
     split: str
@@ -36,6 +36,7 @@ class TrajectoryRow(Root):
     task: str
     traj_id: int
     attempt: int
+    """The attempt that began it."""
     status: RecordStatus
     query: str
     answer: Any = None
@@ -65,6 +66,14 @@ class TrajectoryRow(Root):
     trained_count: int = 0
     last_trained_step: int | None = None
     owner: str | None = None
+    owners: int = 0
+    """How many processes sampled it, one after the other."""
+    saved_turns: int = 0
+    """Model calls that owners had from the journal; likewise tokens and seconds of tools."""
+    saved_tokens: int = 0
+    saved_tool_seconds: float = 0.0
+    dropped_turns: int = 0
+    """Model calls that were taken out of it, because it went another way there."""
     created_at: datetime
     scored_at: datetime | None = None
     pruned_at: datetime | None = None
@@ -324,8 +333,39 @@ TRAJECTORIES: list[Json] = [
         staleness=age({"$subtract": ["$last_trained_step", 1]}),
         **fields_of("data", "trained_at_steps", "tokens", "trainable_tokens"),
         seconds=seconds("$created_at", "$scored_at"),
+        owners={"$size": {"$ifNull": ["$owners", []]}},
+        saved_turns={"$sum": "$owners.replayed"},
+        saved_tokens={"$sum": "$owners.tokens"},
+        saved_tool_seconds={"$sum": "$owners.tool_seconds"},
+        dropped_turns={"$sum": "$owners.dropped"},
     ),
 ]
+
+OWNERS: list[Json] = [
+    NEWEST_FIRST,
+    {"$unwind": {"path": "$owners", "includeArrayIndex": "place"}},
+    {"$set": {"trajectory": "$_id", "branch": {"$toString": "$owners.attempt"}}},
+    {"$set": {"_id": {"$concat": ["$_id", "@", "$branch"]}}},
+    {
+        "$project": {
+            **as_is("trajectory", "task", "traj_id", "split", "status", "created_at", "place"),
+            **fields_of("owners", "owner", "attempt", "since", "until", "ended"),
+            "seconds": seconds("$owners.since", "$owners.until"),
+            "saved_turns": "$owners.replayed",
+            "saved_tokens": "$owners.tokens",
+            "saved_tool_seconds": "$owners.tool_seconds",
+            "diverged_at": "$owners.diverged_at",
+            "dropped_turns": "$owners.dropped",
+            "kept_as": {
+                "$cond": [
+                    {"$gt": ["$owners.dropped", 0]},
+                    {"$concat": ["$task", "/", {"$toString": "$traj_id"}, "/", "$branch"]},
+                    None,
+                ]
+            },
+        }
+    },
+]  # fmt: skip
 
 
 def _whole(messages: str, executions: Json) -> Json:
@@ -347,7 +387,9 @@ TURNS: list[Json] = [
         "$project": {
             **as_is("record", "index", "parent", "status"),
             "new_context": {"$and": [{"$eq": ["$parent", None]}, {"$gt": ["$index", 0]}]},
-            **as_is("messages", "response", "tool_executions", "error", "finish_reason"),
+            **as_is(
+                "messages", "response", "tool_executions", "events", "attempt", "error", "finish_reason"
+            ),
             "tools_offered": "$tools.function.name",
             **as_is(
                 "versions", "prompt_tokens", "cached_tokens", "generated_tokens", "engine",
@@ -425,6 +467,12 @@ _SLOT_OF_RECORD: Json = {
     }
 }  # fmt: skip
 
+_GIVEN_UP: Json = {
+    "$cond": [
+        {"$eq": ["$failure.kind", "poison"]}, "given up: it kills its samplers", "given up: no attempts left",
+    ]
+}  # fmt: skip
+
 FAILURES: list[Json] = [
     NEWEST_FIRST,
     {"$match": {"status": RecordStatus.FAILED.value}},
@@ -443,7 +491,7 @@ FAILURES: list[Json] = [
                         {"case": {"$eq": ["$slot.status", status.value]}, "then": then}
                         for status, then in (
                             (SlotStatus.SCORED, "another attempt was scored"),
-                            (SlotStatus.FAILED, "given up: no attempts left"),
+                            (SlotStatus.FAILED, _GIVEN_UP),
                             (SlotStatus.RUNNING, "another attempt is running"),
                         )
                     ],
@@ -457,7 +505,17 @@ FAILURES: list[Json] = [
 
 _TOOL_CALL: Json = {
     "tool": "$calls.tool_executions.name",
-    **fields_of("calls.tool_executions", "server", "arguments", "result", "error", "seconds"),
+    **fields_of(
+        "calls.tool_executions",
+        "server",
+        "arguments",
+        "result",
+        "error",
+        "seconds",
+        "started_at",
+        "attempt",
+        "finished",
+    ),
     "turn": "$calls.index",
 }
 

@@ -78,8 +78,8 @@ class WholeTrajectory:
     record: Record
     calls: Sequence[DispatchedSamplingTask] = ()
     trained_at_steps: tuple[int, ...] = ()
-    failures: Sequence[Record] = ()
-    """The failed attempts at the same trajectory, this Record among them or not."""
+    others: Sequence[Record] = ()
+    """The other Records of its slot: what failed or was begun anew, and branches that its owners dropped."""
 
 
 class Views(Repository):
@@ -186,13 +186,13 @@ class Views(Repository):
         record = await self._one(Record, RECORD, {"_id": record_id})
         if record is None:
             return None
-        attempts = {"task": record.task, "traj_id": record.traj_id, "status": RecordStatus.FAILED.value}
+        others = {"task": record.task, "traj_id": record.traj_id, "_id": {"$ne": record_id}}
         data = await self._collection(DATA).find_one({"_id": record_id}, {"trained_at_steps": 1})
         return WholeTrajectory(
             record=record,
             calls=(await read_model_calls(self._connection, [record_id]))[record_id],
             trained_at_steps=tuple(data["trained_at_steps"]) if data else (),
-            failures=await self._all(Record, RECORD, attempts, sort=[("attempt", 1)]),
+            others=await self._all(Record, RECORD, others, sort=[("attempt", 1)]),
         )
 
     async def _data_of(self, query: Json) -> list[str]:

@@ -19,7 +19,7 @@ from pymongo.asynchronous.collection import AsyncCollection
 
 from agentrl.base.concurrency import background
 from agentrl.documents.status import SlotStatus, TaskStatus
-from agentrl.documents.task import Claim, Task
+from agentrl.documents.task import Claim, Slot, Task
 from agentrl.errors import LeaseLostError, StoreError, StoreUnavailableError
 from agentrl.store.mechanics.connection import TASK, Connection, Json
 
@@ -155,15 +155,14 @@ UNSCORED: Json = {"$and": [SAMPLED, _RESTED]}
 """Condition: ``$$slot`` waits for a score; its back-off after a failed attempt to score is over."""
 QUEUED: Json = {**FREE, "status": SlotStatus.SAMPLED.value, "not_before": None}
 """The fields of a slot whose Record is sampled and waits for a score."""
+RELEASED: Json = {
+    **FREE, "status": SlotStatus.OPEN.value, "released": {"$add": [{"$ifNull": ["$$slot.released", 0]}, 1]},
+}  # fmt: skip
+"""The fields of a slot whose attempt ends without a fault of its own: the next claim goes on with it."""
 REOPENED: Json = {
-    **FREE, "status": SlotStatus.OPEN.value, "released": "$$slot.attempt", "not_before": None,
+    **FREE, "status": SlotStatus.OPEN.value, "released": "$$slot.attempt", "not_before": None, "begun": None,
 }  # fmt: skip
 """The fields of a failed slot that is opened again, with all its attempts."""
-
-
-def slot_expired(max_attempts: int) -> Json:
-    """Return the condition that the lease of ``$$slot`` has expired and that it has attempts left."""
-    return {"$and": [EXPIRED, {"$lt": [ATTEMPTS, max_attempts]}]}
 
 
 def any_slot(condition: Json) -> Json:
@@ -182,12 +181,14 @@ def overdue(condition: Json) -> Json:
 
 
 def claim_slots(
-    condition: Json, owners: Sequence[str], lease_seconds: float, *, new_attempt: bool = True
-) -> list[Json]:
+    condition: Json, owners: Sequence[str], lease_seconds: float, *, new_attempt: bool = True,
+    expired: bool = False,
+) -> list[Json]:  # fmt: skip
     """Return the update that gives the first slots that satisfy ``condition`` to ``owners``, one each.
 
     The Task may have fewer such slots than owners. ``last_claim`` then lists each claimed slot and its
-    previous owner. Without ``new_attempt`` the owner continues the slot's attempt: it scores its Record.
+    previous owner. Without ``new_attempt`` the owner continues the slot's attempt: it scores its Record. The
+    attempts of ``expired`` slots end without a fault of their own.
     """
     free = {"$filter": {"input": "$slots", "as": "slot", "cond": condition}}
     taken = {
@@ -199,16 +200,18 @@ def claim_slots(
     }
     index = {"$indexOfArray": ["$last_claim.traj_id", "$$slot.traj_id"]}
     attempt = {"$add": ["$$slot.attempt", int(new_attempt)]}
+    begun = {"$ifNull": ["$$slot.begun", attempt]}
     record = {
         "$concat": [
-            "$_id", "/", {"$toString": "$$slot.traj_id"}, "/", {"$toString": attempt},
+            "$_id", "/", {"$toString": "$$slot.traj_id"}, "/", {"$toString": begun},
         ]
     }  # fmt: skip
     fields = {
-        "status": SlotStatus.RUNNING.value, "attempt": attempt,
+        "status": SlotStatus.RUNNING.value, "attempt": attempt, "begun": begun,
         "owner": {"$arrayElemAt": [literal(list(owners)), index]},
         "lease_expires_at": after(lease_seconds), "not_before": None, "record_id": record,
         **({"scorings": 0} if new_attempt else {}),
+        **({"released": RELEASED["released"]} if expired else {}),
     }  # fmt: skip
     # Choose in a stage of its own: expressions of one stage do not see what the others of it set.
     return [
@@ -220,12 +223,14 @@ def claim_slots(
 def new_claims(document: Json, owners: Sequence[str]) -> list[Claim]:
     """Return the claims that ``claim_slots`` has just written into the Task."""
     task = Task.from_document(document)
-    attempts = {slot.traj_id: slot.attempt for slot in task.slots}
+    slots = {slot.traj_id: slot for slot in task.slots}
     traj_ids = [entry["traj_id"] for entry in document["last_claim"]]
-    return [
-        Claim(task=task, traj_id=traj_id, attempt=attempts[traj_id], owner=owner)
-        for traj_id, owner in zip(traj_ids, owners, strict=False)
-    ]
+    return [claim_of(task, slots[traj_id], owner) for traj_id, owner in zip(traj_ids, owners, strict=False)]
+
+
+def claim_of(task: Task, slot: Slot, owner: str) -> Claim:
+    """Return the claim of ``owner`` on a slot."""
+    return Claim(task=task, traj_id=slot.traj_id, attempt=slot.attempt, begun=slot.begun, owner=owner)
 
 
 def failed_or_open(max_attempts: int) -> Json:

@@ -13,7 +13,7 @@ import os
 import re
 import signal
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -353,10 +353,12 @@ _PROMPT_TOOLS = (
 class Listed:
     """The tools of one listing."""
 
-    schemas: tuple[Schema, ...]
-    repeatable: frozenset[str]
+    schemas: tuple[Schema, ...] = ()
+    reads: frozenset[str] = frozenset()
+    """Tools whose annotations say read-only."""
+    repeatable: frozenset[str] = frozenset()
     """Tools whose annotations say read-only or idempotent."""
-    extras: frozenset[str]
+    extras: frozenset[str] = frozenset()
     """Tools of ours that read resources and prompts."""
 
 
@@ -427,10 +429,13 @@ class Listing:
 async def list_tools(client: Client, spec: McpSpec) -> Listed:
     """List the tools that ``spec`` offers, sorted by name, page by page."""
     by_name: dict[str, Schema] = {}
+    reads: set[str] = set()
     repeatable: set[str] = set()
     async for tool in _pages(client.list_tools, "tools"):
         by_name[tool.name] = function_schema(tool.name, tool.description, tool.input_schema)
         hints = tool.annotations
+        if hints is not None and hints.read_only_hint:
+            reads.add(tool.name)
         if hints is not None and (hints.read_only_hint or hints.idempotent_hint):
             repeatable.add(tool.name)
     can = client.server_capabilities
@@ -445,7 +450,7 @@ async def list_tools(client: Client, spec: McpSpec) -> Listed:
         schema for schema in (*by_name.values(), *own) if offered is None or schema_name(schema) in offered
     ]
     names = frozenset(map(schema_name, own))
-    return Listed(tuple(sorted(schemas, key=schema_name)), frozenset(repeatable) | names, names)
+    return Listed(tuple(sorted(schemas, key=schema_name)), names.union(reads), names.union(repeatable), names)
 
 
 async def _pages(method: Callable[..., Awaitable[Any]], name: str) -> AsyncIterator[Any]:
@@ -562,9 +567,9 @@ class McpConnection:
         return self._process is None or self._process.is_running
 
     @property
-    def schemas(self) -> Sequence[Schema]:
-        """Return the tools, sorted by name, as last listed."""
-        return self._listing.listed.schemas if self._listing is not None else ()
+    def listed(self) -> Listed:
+        """Return the tools as last listed."""
+        return self._listing.listed if self._listing is not None else Listed()
 
     async def open(self) -> None:
         """Connect and list the tools. Raises ConnectionError with the reason, without secrets.
@@ -611,7 +616,7 @@ class McpConnection:
 
     def repeatable(self, tool: str) -> bool:
         """Return whether the tool's annotations say that a second call changes nothing."""
-        return self._listing is not None and tool in self._listing.listed.repeatable
+        return tool in self.listed.repeatable
 
     async def call(
         self, tool: str, arguments: Mapping[str, Any], limits: Limits, meta: Mapping[str, Any]
@@ -635,7 +640,7 @@ class McpConnection:
         self._running += 1
         self._idle.clear()
         try:
-            if self._listing is not None and tool in self._listing.listed.extras:
+            if tool in self.listed.extras:
                 async with asyncio.timeout(silence):
                     return Reply(text=await call_extra(client, tool, arguments))
             longest = limits.max_seconds or silence * _TOTAL_FACTOR

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.base.concurrency import Backoff, end_tasks
 from agentrl.config.schema import ToolConfig
+from agentrl.documents.status import ToolState
 from agentrl.errors import (
     FailureError,
     SessionLostError,
@@ -22,7 +23,14 @@ from agentrl.errors import (
     tool_server,
 )
 from agentrl.tools.config import CallGate, Hook, HttpSpec, Limits, McpSpec, Scope, StdioSpec, redact_address
-from agentrl.tools.mcp.connection import TRAJECTORY_KEY, LostError, McpConnection, RefusedError, UnusableError
+from agentrl.tools.mcp.connection import (
+    TRAJECTORY_KEY,
+    Listed,
+    LostError,
+    McpConnection,
+    RefusedError,
+    UnusableError,
+)
 from agentrl.tools.tool import (
     Reply,
     Schema,
@@ -72,6 +80,23 @@ class McpServer(ToolServer, ABC):
         self._problem: ConnectionError = ConnectionError("it is not connected")
         self._again_at = 0.0
         self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    @abstractmethod
+    def listed(self) -> Listed:
+        """Return its tools as it last listed them."""
+
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        return self.listed.schemas
+
+    def state_of(self, tool: str, listed: Listed | None = None) -> ToolState:
+        """Return what a tool keeps, as its entry declares; else as its annotations and the scope say.
+
+        ``listed`` are the tools of one connection; None: those that the server last listed.
+        """
+        known = listed or self.listed
+        return self.options.state_of(tool, reads=tool in known.reads, repeatable=tool in known.repeatable)
 
     async def connect(self) -> McpConnection:
         """Return a new connection. Raises ToolServerError, at once while the back-off lasts.
@@ -152,9 +177,11 @@ class McpSession(ServerSession, ABC):
     """What shared and dedicated servers have in common; subclasses make the request."""
 
     def __init__(self, server: McpServer, trajectory: TrajectoryInfo) -> None:
-        self.meta = {TRAJECTORY_KEY: trajectory.id}
         self.options = server.options
+        self._key = trajectory.key(replayed=self.options.is_replayed)
+        self.meta = {TRAJECTORY_KEY: self._key}
         self._name = server.name
+        self._state_of = server.state_of
         self._trajectory = trajectory
         self._gate = server.gate
         self._order = asyncio.Lock() if server.options.ordered else None
@@ -164,8 +191,9 @@ class McpSession(ServerSession, ABC):
     async def prepare(self) -> None:
         """Run the setup hooks, or arrange that they run. Raises ToolServerError."""
 
+    @property
     @abstractmethod
-    def current(self) -> Sequence[Schema]:
+    def listed(self) -> Listed:
         """Return the tools as last listed, without a request."""
 
     @abstractmethod
@@ -183,11 +211,14 @@ class McpSession(ServerSession, ABC):
     async def open(self) -> None:
         """Prepare the trajectory's state. Raises ToolServerError if a setup hook reports an error."""
         await self.prepare()
-        self._seen = self.current()
+        self._seen = self.listed.schemas
 
     async def list(self) -> Sequence[Schema]:
         """Return the tools as last listed, sorted by name."""
-        return self.current()
+        return self.listed.schemas
+
+    def state_of(self, tool: str) -> ToolState:
+        return self._state_of(tool, self.listed)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
         """Call one tool within its limits; the reply says if the server's tools changed."""
@@ -244,7 +275,7 @@ class McpSession(ServerSession, ABC):
 
     def _value(self, name: str) -> Any:
         if name == "trajectory":
-            return self._trajectory.id
+            return self._key
         key = name.removeprefix("meta.")
         if key not in self._trajectory.meta:
             raise ToolServerError(
@@ -254,7 +285,7 @@ class McpSession(ServerSession, ABC):
 
     def _changes(self) -> str:
         """Return a note to the model if the server's tools differ from those it saw last."""
-        before, now = self._seen, self.current()
+        before, now = self._seen, self.listed.schemas
         if before is now:
             return ""
         self._seen = now
@@ -279,14 +310,13 @@ class SharedServer(McpServer):
         self._connection: McpConnection | None = None
         self._opening: asyncio.Task[McpConnection | ToolServerError] | None = None
         self._testing: asyncio.Task[None] | None = None
-        self._schemas: Sequence[Schema] = ()
+        self._listed = Listed()
 
     @property
-    def schemas(self) -> Sequence[Schema]:
-        """Return the tools as last listed, sorted by name."""
-        if self._connection is not None and self._connection.schemas:
-            self._schemas = self._connection.schemas
-        return self._schemas
+    def listed(self) -> Listed:
+        if self._connection is not None and self._connection.listed.schemas:
+            self._listed = self._connection.listed
+        return self._listed
 
     async def open(self) -> None:
         """Connect and list the tools. Raises ToolServerError."""
@@ -315,7 +345,7 @@ class SharedServer(McpServer):
         # Leave a newer connection alone: every call in flight reports the loss of the old one.
         if self._connection is not connection:
             return
-        self._schemas = self.schemas
+        self._listed = self.listed
         self._connection = None
         self.discard(connection, why, session=session)
 
@@ -343,7 +373,7 @@ class SharedServer(McpServer):
         stale, self._connection = self._connection, None
         try:
             if stale is not None:
-                self._schemas = stale.schemas or self._schemas
+                self._listed = stale.listed if stale.listed.schemas else self._listed
                 self.later(stale.close())
             self._connection = await self.connect()
             return self._connection
@@ -371,8 +401,9 @@ class SharedSession(McpSession):
     async def prepare(self) -> None:
         await self.run_setup(self.request)
 
-    def current(self) -> Sequence[Schema]:
-        return self._server.schemas
+    @property
+    def listed(self) -> Listed:
+        return self._server.listed
 
     async def settle(self) -> None:
         await self._server.settled()
@@ -425,20 +456,20 @@ class DedicatedServer(McpServer):
 
     def __init__(self, spec: McpSpec, config: ToolConfig) -> None:
         super().__init__(spec, config)
-        self._schemas: Sequence[Schema] = ()
+        self._listed = Listed()
         self._warm: list[McpConnection] = []
         self._filling: asyncio.Task[None] | None = None
         self._is_closed = False
 
     @property
-    def schemas(self) -> Sequence[Schema]:
-        """Return the tools that the first connection listed, sorted by name."""
-        return self._schemas
+    def listed(self) -> Listed:
+        """Return the tools that the first connection listed."""
+        return self._listed
 
     async def open(self) -> None:
         """Open the first connection and list its tools. Raises ToolServerError."""
         first = await self.connect()
-        self._schemas = first.schemas
+        self._listed = first.listed
         self._warm.append(first)
         self._fill()
 
@@ -525,10 +556,11 @@ class DedicatedSession(McpSession):
         if self.options.setup:
             await self._own()
 
-    def current(self) -> Sequence[Schema]:
+    @property
+    def listed(self) -> Listed:
         """Return the tools of the trajectory's connection, or those that a new one lists."""
-        own = self._connection.schemas if self._connection is not None else ()
-        return own or self._server.schemas
+        own = Listed() if self._connection is None else self._connection.listed
+        return own if own.schemas else self._server.listed
 
     async def settle(self) -> None:
         if self._connection is not None:

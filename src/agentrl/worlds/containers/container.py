@@ -128,6 +128,9 @@ class Container(ABC):
     forwards_gateway: ClassVar[bool] = False
     """Whether, with ``network: gateway``, commands reach ``spec.gateway`` at the same port of 127.0.0.1."""
 
+    takes_users: ClassVar[bool] = True
+    """Whether a command may have another user than the container."""
+
     def __init__(self, spec: ContainerSpec) -> None:
         self.spec = spec
 

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Final
 from urllib.parse import urlencode
 
 import httpx2
@@ -316,6 +316,8 @@ _cleaned: set[tuple[str, str]] = set()
 @container("kubernetes")
 class KubernetesContainer(Container):
     """A Job with one pod. Its ``activeDeadlineSeconds`` end it, also when this process is killed."""
+
+    takes_users: ClassVar[bool] = False
 
     def __init__(self, spec: ContainerSpec) -> None:
         super().__init__(spec)

@@ -24,11 +24,13 @@ from agentrl.base.untrusted_folder import discard
 from agentrl.base.user_code import file_name
 from agentrl.documents.document import is_score, replace_surrogates
 from agentrl.documents.record import CommandRun, HarnessRun
+from agentrl.documents.status import ToolState
 from agentrl.documents.task import Task
 from agentrl.documents.task_json import BadTaskError
-from agentrl.environments.environment import Environment, environment
+from agentrl.environments.environment import Environment, container_flags, environment
 from agentrl.errors import TaskEnvironmentError, ToolServerError
 from agentrl.worlds.archives import compare
+from agentrl.worlds.containers.changes import Changes, NotKeptError
 from agentrl.worlds.containers.container import Container, Execution, FilesTooLargeError
 from agentrl.worlds.harbor.folder import HarborTask, HealthCheck, ImageOf, process_folder
 from agentrl.worlds.harbor.machine import (
@@ -194,6 +196,7 @@ _BASH_SECONDS: Final = 60.0
 _LONGEST_BASH_SECONDS: Final = 3600.0
 _SHOWN_BYTES: Final = 32 << 10
 _SPARE_SECONDS: Final = 120.0
+_SNAPSHOT_SECONDS: Final = 900.0
 _SNAPSHOT_BYTES: Final = 8 << 20
 """Largest working directory whose changes are shown."""
 _SOLUTION: Final = "/solution"
@@ -207,6 +210,7 @@ class Harbor(Environment):
     """A container with the tool ``bash``; the tests of the task give the reward."""
 
     tools = ("bash",)
+    state = ToolState.SNAPSHOT
     scored_by_tests = True
 
     @classmethod
@@ -229,6 +233,8 @@ class Harbor(Environment):
         self.call_seconds = {
             "setup": build + check_seconds,
             "bash": _LONGEST_BASH_SECONDS + _SPARE_SECONDS,
+            "snapshot": _SNAPSHOT_SECONDS,
+            "restore": _SNAPSHOT_SECONDS,
             "reward": 2
             * (toml.verifier.timeout_sec + (build + check_seconds) * (1 + toml.verifier.is_separate)),
         }
@@ -237,6 +243,10 @@ class Harbor(Environment):
         self._shell = "/bin/sh"
         self._scratch = Path(tempfile.mkdtemp(dir=process_folder()))
         self._before: Path | None = None
+        self._work: Changes | None = None
+        self._beginning = asyncio.Lock()
+        self._unkept: NotKeptError | None = None
+        """Why the container's files cannot be kept."""
 
     async def setup(self) -> None:
         """Start the container and wait until it is healthy."""
@@ -253,7 +263,29 @@ class Harbor(Environment):
         """
         if not 0 < seconds <= _LONGEST_BASH_SECONDS:
             raise ValueError(f"seconds is {seconds:g}; give a number up to {_LONGEST_BASH_SECONDS:g}")
+        await self._note_beginning()
         return output_text(await self.run([self._shell, "-c", f"exec 2>&1\n{command}"], seconds=seconds))
+
+    async def _note_beginning(self) -> None:
+        """List the container's files before the first command, for snapshots: a harness needs none."""
+        async with self._beginning:
+            if self._work is None and container_flags().snapshot_mb > 0:
+                self._work = Changes(self.container, self._scratch)
+                try:
+                    await self._work.begin()
+                except NotKeptError as error:
+                    self._unkept = error
+
+    async def snapshot(self, archive: Path, limit: int) -> None:
+        """Archive what commands have changed in the container. Raises NotKeptError."""
+        if self._work is None or self._unkept is not None:
+            raise self._unkept or NotKeptError("what the container began with was not listed")
+        await self._work.save(archive, limit)
+
+    async def restore(self, archive: Path) -> None:
+        """Change the container's files as an earlier one's were."""
+        await self._note_beginning()
+        await Changes(self.container, self._scratch).apply(archive)
 
     @property
     def user(self) -> str | None:

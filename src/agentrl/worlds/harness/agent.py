@@ -453,7 +453,7 @@ class CommandAgent:
         config = prepared.config
         passed = {name: os.environ[name] for name in config.pass_environment}
         async with _session(prepared, rollout) as session:
-            async with rollout.gateway(train=config.train) as endpoint:
+            async with rollout.gateway(config.train, config.volatile) as endpoint:
                 variables = _variables(rollout, endpoint, session)
                 secrets = tuple(filter(None, (endpoint.api_key, endpoint.reward_key, *passed.values())))
                 key_file = {}
@@ -597,7 +597,8 @@ async def _answer(rollout: Rollout, config: HarnessConfig, session: Session, run
         last = rollout.messages[-1] if rollout.scored_calls else {}
         content = last.get("content")
         text = content if isinstance(content, str) else None
-        is_malformed = bool(last) and rollout.scored_calls[-1].status == CallStatus.FORMAT_ERROR
+        made = [call for call in rollout.scored_calls if not call.dropped]
+        is_malformed = bool(last) and made[-1].status == CallStatus.FORMAT_ERROR
     if text is None:
         return None
     answer = None if is_malformed else extract_answer(text, rollout.task.answer_schema)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -79,6 +80,16 @@ def _network(name: str) -> str:
     return name
 
 
+def _pattern(text: str) -> str:
+    try:
+        matches_nothing = re.search(text, "") is not None
+    except re.error as error:
+        raise wrong(f"a regular expression of Python: {error}") from error
+    if matches_nothing:
+        raise wrong("a regular expression that does not match the empty text")
+    return text
+
+
 def _shape(value: Any) -> str | None:
     """Return the tag of a word, or of a mapping with exactly one of ``file`` and ``command``."""
     if isinstance(value, str):
@@ -98,6 +109,7 @@ TASK: Final = "task"
 """``isolation`` of a harness that runs in the container of its task."""
 Command = Annotated[str | tuple[str, ...], BeforeValidator(_command)]
 Variable = Annotated[str, AfterValidator(_variable)]
+Pattern = Annotated[Text, AfterValidator(_pattern)]
 Below = Annotated[str, AfterValidator(_below)]
 Folders = Annotated[tuple[Text, ...], AfterValidator(_folders)]
 
@@ -190,6 +202,8 @@ class HarnessConfig(SettingsModel):
     fail_on: frozenset[Annotated[Ending, AfterValidator(_failing)]] | None = None
     """Endings that fail the attempt; None: those ``failing``, and each bad one without a model call."""
     train: Text = "main"
+    volatile: tuple[Pattern, ...] = ()
+    """Regular expressions of text that may differ when the program starts again under another sampler."""
     source: Path
     """The file itself."""
 

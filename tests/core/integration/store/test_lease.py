@@ -98,7 +98,7 @@ class OfSlot(Kind):
 class OfRequest(Kind):
     async def take(self, owner: str, seconds: float) -> GatewayCall | None:
         request = CallRequest(
-            record="r", digest="d", dialect="chat", answer_id=owner, gateway=owner, has_key=True
+            record="r", attempt=1, digest="d", dialect="chat", answer_id=owner, gateway=owner, has_key=True
         )
         call, is_mine = await self.store.gateways.begin(request, lease_seconds=seconds, retry_seconds=1.0)
         return call if is_mine else None

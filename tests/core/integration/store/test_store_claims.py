@@ -312,7 +312,7 @@ async def test_an_expired_lease_is_renewed_until_another_process_takes_the_slot_
     assert await score(store, old, 0.5) is TaskStatus.WAITING
 
 
-async def test_a_takeover_fences_the_old_owner_and_ends_its_record(store: Store) -> None:
+async def test_a_takeover_fences_the_old_owner_and_goes_on_with_its_record(store: Store) -> None:
     await store.tasks.load(make_tasks(1, generations=1))
     old = await lose(store, RecordStatus.RUNNING)
     new = await take_one(store, "new")
@@ -323,11 +323,11 @@ async def test_a_takeover_fences_the_old_owner_and_ends_its_record(store: Store)
     assert await store.claims.heartbeat([old, new], 60) == [old]
     assert await score(store, new, 0.25) is TaskStatus.WAITING
     await assert_fenced(store, old)
-    dead, alive = await store.records.by_task(old.task.id)
-    assert dead.failure is not None
-    assert (dead.status, dead.failure.kind, dead.score) == (RecordStatus.FAILED, "lease", None)
-    assert dead.failure.message == "the lease of old ran out; new took the slot over"
-    assert (alive.status, alive.score) == (RecordStatus.SCORED, 0.25)
+    (record,) = await store.records.by_task(old.task.id)
+    assert (record.id, record.status, record.score) == (old.record_id, RecordStatus.SCORED, 0.25)
+    assert [(owner.owner, owner.attempt, owner.ended) for owner in record.owners] == [
+        ("old", 1, "lease"), ("new", 2, None),
+    ]  # fmt: skip
     assert (await slot_of(store, new)).score == 0.25
 
 
@@ -343,6 +343,7 @@ async def test_a_takeover_is_all_or_nothing(store: Store, monkeypatch: pytest.Mo
         raise StoreError("killed")
 
     with monkeypatch.context() as patched:
+        patched.setattr(claims, "adopt_records", die)
         patched.setattr(claims, "end_records", die)
         with pytest.raises(StoreError, match="killed"):
             await take(store, "new")
@@ -355,16 +356,19 @@ async def test_a_takeover_is_all_or_nothing(store: Store, monkeypatch: pytest.Mo
     assert record.status is RecordStatus.RUNNING
 
 
-async def test_an_attempt_without_a_record_gets_one_and_its_owner_cannot_make_another(store: Store) -> None:
+async def test_a_claim_without_a_record_gets_one_and_its_owner_cannot_make_another(store: Store) -> None:
     await store.tasks.load(make_tasks(1, generations=1))
     old = await take_one(store, "old")
     await expire(store, old)
     assert await store.expired_leases.reap("train") == 1
     with pytest.raises(LeaseLostError):
         await store.records.create(old)
-    (failed,) = await failures(store, old.task.id)
-    assert failed.failure is not None
-    assert (failed.id, failed.owner, failed.failure.kind) == (old.record_id, "old", "lease")
+    (record,) = await store.records.by_task(old.task.id)
+    assert (record.id, record.owner, record.status) == (old.record_id, "old", RecordStatus.RELEASED)
+    new = await take_one(store, "new")
+    assert (await store.records.create(new)).status is RecordStatus.RUNNING
+    with pytest.raises(LeaseLostError):
+        await store.records.create(old)
 
 
 @pytest.mark.parametrize("skew", [timedelta(hours=-3), timedelta(hours=3)])
@@ -406,10 +410,9 @@ async def test_release_hands_back_at_once_and_does_not_count(store: Store) -> No
         await store.attempts.release(claim)
     slot = await slot_of(store, claim)
     assert (slot.status, slot.attempt, slot.released, slot.owner) == (SlotStatus.OPEN, 5, 5, None)
-    records = await store.records.by_task(claim.task.id)
-    assert {(record.status, record.failure, record.score) for record in records} == {
-        (RecordStatus.RELEASED, None, None)
-    }
+    (record,) = await store.records.by_task(claim.task.id)
+    assert (record.status, record.failure, record.score) == (RecordStatus.RELEASED, None, None)
+    assert [(each.attempt, each.ended) for each in record.owners] == [(n, "released") for n in range(1, 6)]
     assert await failures(store, claim.task.id) == []
     again = await take_one(store)
     outcome = await store.attempts.fail(
@@ -464,19 +467,27 @@ async def test_the_wait_doubles_with_each_attempt_and_is_spread(store: Store) ->
     assert len({wait / 2**number for number, wait in enumerate(waits)}) == 4
 
 
-async def test_reap_frees_dead_claims_and_fails_the_exhausted(store: Store) -> None:
+async def test_a_death_uses_no_attempt_and_three_at_one_entry_are_poison(store: Store) -> None:
     await store.tasks.load(make_tasks(1, generations=2))
     alive = await take_one(store, lease=60)
-    dead = await take_one(store)
-    await store.records.create(dead)
-    await expire(store, dead)
-    assert await store.expired_leases.reap("train", max_attempts=1) == 1
-    assert (await slot_of(store, dead)).status is SlotStatus.FAILED
+    for owner, turns, status in (
+        ("a", 0, SlotStatus.OPEN), ("b", 0, SlotStatus.OPEN), ("c", 1, SlotStatus.OPEN),
+        ("d", 1, SlotStatus.OPEN), ("e", 1, SlotStatus.FAILED),
+    ):  # fmt: skip
+        dead = await take_one(store, owner)
+        await store.records.create(dead)
+        await store.database["Record"].update_one({"_id": dead.record_id}, {"$set": {"turns": turns}})
+        await expire(store, dead)
+        assert await store.expired_leases.reap("train") == 1
+        slot = await slot_of(store, dead)
+        assert (slot.status, slot.released) == (status, min(slot.attempt, 4))
     assert (await slot_of(store, alive)).status is SlotStatus.RUNNING
-    assert await store.expired_leases.reap("train", max_attempts=1) == 0
-    record = await store.records.get(dead.record_id)
-    assert record is not None
-    assert record.status is RecordStatus.FAILED
+    assert await store.expired_leases.reap("train") == 0
+    (record,) = await failures(store, dead.task.id)
+    assert record.failure is not None
+    assert record.failure.kind == "poison"
+    assert "3 samplers in a row died when it had 1 model calls and 0 tool calls" in record.failure.message
+    assert [owner.owner for owner in record.owners] == ["a", "b", "c", "d", "e"]
 
 
 async def test_a_group_waits_exactly_once_when_its_last_scores_race(store: Store) -> None:

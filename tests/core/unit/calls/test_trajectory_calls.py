@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -38,7 +39,9 @@ class SlowCalls:
         self.failing = failing
         self.stored: list[int] = []
 
-    async def add(self, claim: Claim, *calls: DispatchedSamplingTask) -> None:
+    async def add(
+        self, claim: Claim, *calls: DispatchedSamplingTask, new_executions: Sequence[int] = ()
+    ) -> None:
         """Store calls."""
         self.begun.set()
         await self.opened.wait()

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-from agentrl.calls.turns import Tools, Turn, call_id_of, message_of, run_tool_calls
+from agentrl.calls.turns import Tools, Turn, call_id_of, execute, message_of, run_tool_calls
 from agentrl.chat.parsers.parser import ParsedMessage, ToolCall
+from agentrl.documents.model_call import ToolExecution
 from agentrl.errors import ToolServerError
 from agentrl.tools.tool import Schema, ToolResult, function_schema
 
@@ -46,8 +47,14 @@ async def run(tools: Together, *names: str) -> tuple[list[Any], Any]:
         executions=[],
         refuse=lambda problem: f"Error: {problem}",
     )
+
+    async def run_one(call: ToolCall) -> ToolExecution:
+        execution = await execute(call, cast(Tools, tools))
+        turn.executions.append(execution)
+        return execution
+
     try:
-        return await run_tool_calls(cast(Turn, turn), cast(Tools, tools), OLD), turn
+        return await run_tool_calls(cast(Turn, turn), cast(Tools, tools), OLD, run_one), turn
     except ToolServerError as error:
         return [error], turn
 

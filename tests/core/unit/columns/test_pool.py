@@ -62,9 +62,12 @@ class Fills:
         return [Claim(name) for name in self.mine]
 
 
-def pool_of(filler: Fills, *, lease_seconds: float = 60.0, outage: float = float("inf")) -> Pool[Claim]:
+def pool_of(
+    filler: Fills, *, lease_seconds: float = 60.0, drain_seconds: float = 0.01, outage: float = float("inf")
+) -> Pool[Claim]:
     store: Any = SimpleNamespace(seconds_since_outage=outage)
-    return Pool(store, filler, ClaimConfig(lease_seconds=lease_seconds), concurrency=2)
+    claims = ClaimConfig(lease_seconds=lease_seconds, drain_seconds=drain_seconds)
+    return Pool(store, filler, claims, concurrency=2)
 
 
 async def run(pool: Pool[Claim], stop: asyncio.Event | None = None, *jobs: Any) -> None:
@@ -89,8 +92,7 @@ async def test_work_that_this_process_cannot_do_ends_it_and_is_handed_back() -> 
     assert filler.released == ["a"]
 
 
-async def test_the_error_of_a_job_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.01)
+async def test_the_error_of_a_job_ends_it() -> None:
     filler = Fills(["a"], asyncio.Event().wait)
     with pytest.raises(StoreError, match="no changes"):
         await run(pool_of(filler), None, fails(StoreError("no changes")))
@@ -104,11 +106,8 @@ async def test_work_of_a_lost_claim_is_given_up_and_not_handed_back() -> None:
     assert (pool.filled, filler.released) == (0, [])
 
 
-async def test_a_claim_that_was_made_anew_outlives_the_loss_of_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_claim_that_was_made_anew_outlives_the_loss_of_the_first() -> None:
     """After an outage longer than a lease, a pool may claim what it still works on."""
-    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.01)
     filler, stop = Fills(["a", "a"], asyncio.Event().wait), asyncio.Event()
     pool = pool_of(filler, lease_seconds=0.03)
     running = asyncio.create_task(run(pool, stop))
@@ -174,7 +173,6 @@ async def test_a_claim_whose_answer_an_outage_lost_is_handed_back_when_found_aga
     running = asyncio.create_task(run(pool_of(filler, outage=0.0), stop))
     await until(lambda: "b" in filler.released)
     assert "a" not in filler.released
-    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.01)
     stop.set()
     await running
     assert filler.released[-1] == "a"

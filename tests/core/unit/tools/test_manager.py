@@ -99,6 +99,15 @@ async def test_tools_of_all_servers(manager: Manager) -> None:
         assert (result.text, result.error, result.server) == ('{"é": 2}', False, "math")
 
 
+async def test_tools_keep_what_the_manager_says_else_no_call_is_made_twice(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = [{**TOOLS["math"][0], "state": "replay"}]
+    monkeypatch.setitem(TOOLS, "math", named)
+    async with pool_of(manager) as pool, pool.session(ANY) as tools:
+        assert [tools.state_of(name) for name in ("math.mul", "upper")] == ["replay", "outside"]
+
+
 async def test_one_server_is_picked(manager: Manager) -> None:
     async with pool_of(manager, mcp_server_name="math") as pool:
         assert [schema_name(s) for s in pool.list()] == ["mul"]

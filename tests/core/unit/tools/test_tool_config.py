@@ -66,6 +66,11 @@ def test_both_kinds_of_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("servers: {calc: {command: x, limits: {speed: 1}}}", "unknown key 'servers.calc.limits.speed'"),
         ("servers: {calc: {command: x, limits: {concurrency: 0}}}", "concurrency is 0; it must be above 0"),
         ("servers: {calc: {command: x, ordered: 1}}", "ordered is 1; it must be true or false"),
+        (
+            "servers: {calc: {command: x, state: snapshot}}",
+            "state is 'snapshot', and the files of a tool serv",
+        ),
+        ("servers: {calc: {url: 'http://x', tools: {a: {state: kept}}}}", "tools.a.state is 'kept'"),
     ],
 )
 def test_a_wrong_file_is_explained(tmp_path: Path, text: str, problem: str) -> None:
@@ -87,7 +92,8 @@ servers:
     offer: [query]
     resources: true
     limits: {timeout_seconds: 5, concurrency: 4}
-    tools: {query: {calls_per_minute: 30, concurrency: 1}}
+    state: outside
+    tools: {query: {calls_per_minute: 30, concurrency: 1, state: stateless}}
   web: {url: "https://${HOST_HERE}/sse", transport: sse, scope: trajectory}
 """
 
@@ -113,6 +119,8 @@ def test_every_key_is_read_and_variables_are_replaced(
         concurrency=1, calls_per_minute=30, timeout_seconds=5, max_result_chars=100
     )
     assert options.limits_of("other", base).concurrency == 4
+    declared = [options.state_of(tool, reads=False, repeatable=False) for tool in ("query", "other")]
+    assert declared == ["stateless", "outside"]
     assert isinstance(web, HttpSpec)
     assert (web.url, web.sse, web.options.scope) == ("https://h/sse", True, Scope.TRAJECTORY)
 

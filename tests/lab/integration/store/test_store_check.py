@@ -31,6 +31,8 @@ OTHER = f"{run.TRAINED}/1/1"
 READY = f"{run.READY}/0/1"
 CALL = f"{OTHER}/1"
 CLAIMED = f"{run.RUNNING}/0/1"
+RELEASED = f"{run.RUNNING}/1/1"
+OWNER = {"owner": "sampler", "attempt": 1}
 LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 LATER = datetime.now(UTC) + timedelta(days=1)
 
@@ -62,6 +64,13 @@ class Damage:
         document = await self.database[collection].find_one({"_id": key})
         assert document is not None
         await self.database[collection].insert_one({**document, **fields}, bypass_document_validation=True)
+
+    async def written_late(self, record: str) -> None:
+        """Give the first call of a Record to its second owner, and the second call to the first."""
+        owners = [OWNER | {"ended": "lease"}, OWNER | {"attempt": 2}]
+        await self.set("Record", record, owners=owners, fence=2)
+        for index, attempt in enumerate((2, 1)):
+            await self.set("DispatchedSamplingTask", f"{record}/{index}", attempt=attempt)
 
 
 @pytest.fixture
@@ -142,6 +151,23 @@ async def test_an_admitted_group_that_nobody_has_claimed_is_legal(store: Store, 
     assert await violations(store) == []
 
 
+async def test_a_trajectory_that_another_owner_continues_is_legal(store: Store, tmp_path: Path) -> None:
+    await run.publish(store, tmp_path, 0, step=0, train_step=None)
+    await run.add_task(store, run.RUNNING, 0, generations=1)
+    first = await run.claim(store)
+    await store.model_calls.add(first, run.call(first, 0, 0, 2))
+    await store.attempts.release(first)
+    assert await violations(store) == []
+    second = await store.claims.claim(split="train", owner="other", lease_seconds=run.LEASE)
+    assert second is not None
+    assert second.record_id == first.record_id
+    assert await violations(store) == []  # claimed, not yet adopted
+    await store.records.create(second)
+    await store.model_calls.add(second, run.call(second, 1, 0, 8))
+    assert await violations(store) == []
+    assert (await check(store)).checked[Invariant.OWNERS] == {"owners": 2}
+
+
 async def test_an_expired_lease_waits_where_no_sampler_lives(store: Store, weights: Path) -> None:
     await Damage(store, weights).set("Task", run.RUNNING, slots__0__lease_expires_at=LONG_AGO)
     report = await check(store)
@@ -159,7 +185,8 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
     "a scored slot whose Record is in work": (
         1, "settled, since its slot is scored", lambda d: d.set("Record", OTHER, status="running")),
     "a second live Record": (
-        1, "dead, since attempt 1 is not the live one", lambda d: d.set("Record", FAILED, status="scored")),
+        1, "dead, since attempt 1 is not what its slot",
+        lambda d: d.set("Record", FAILED, status="scored")),
     "an ended Record of a running slot": (
         1, "a running Record, since", lambda d: d.set("Record", CLAIMED, status="failed")),
     "another owner than the slot's": (
@@ -173,7 +200,18 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
         1, "the _id of its Task", lambda d: d.copy("Record", FAILED, _id="stray")),
     "another epoch than the Task's": (1, "the epoch of its Task", lambda d: d.set("Record", OTHER, epoch=3)),
     "the wrong record_id": (
-        1, "record_id of its attempt", lambda d: d.set("Task", run.TRAINED, slots__1__record_id="x")),
+        1, "record_id of what it has begun", lambda d: d.set("Task", run.TRAINED, slots__1__record_id="x")),
+    "a released slot without what goes on": (
+        1, "which the next attempt goes on with", lambda d: d.set("Record", RELEASED, status="failed")),
+    "a Record that was adopted by nobody": (
+        1, "one to go on with, since attempt 1",
+        lambda d: d.set("Record", CLAIMED, fence=0, status="failed")),
+    "a fence that was never claimed": (
+        1, "no fence beyond its slot's", lambda d: d.set("Record", CLAIMED, fence=7)),
+    "a dropped branch that is gone": (
+        1, "model calls that attempt 1 dropped", lambda d: d.set("Record", OTHER, owners__0__dropped=2)),
+    "begun by a later attempt": (
+        4, "begun by its attempt or an earlier one", lambda d: d.set("Task", run.RUNNING, slots__1__begun=5)),
     "two slots of one number": (
         1, "slots with unique numbers", lambda d: d.set("Task", run.TRAINED, slots__1__traj_id=0)),
     "a missing model call": (
@@ -323,6 +361,26 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
         lambda d: d.set("DispatchedSamplingTask", CALL, versions__0__version=8)),
     "tokens of a version that was not published yet": (
         5, "policy version 1 published before", lambda d: d.set("PolicyVersion", 1, published_at=LATER)),
+    # invariant 10
+    "an owner that follows itself": (
+        10, "owners in order", lambda d: d.set("Record", OTHER, owners=[OWNER | {"ended": "lease"}, OWNER])),
+    "an owner that never ended, and another after it": (
+        10, "why attempt 1 ended", lambda d: d.set("Record", OTHER, owners=[OWNER, OWNER | {"attempt": 2}])),
+    "a fence that is not its last owner's": (
+        10, "the attempt of its last owner",
+        lambda d: d.set("Record", SCORED, owners=[OWNER | {"attempt": 3}])),
+    "a model call of no owner": (
+        10, "attempts of its Record's owners", lambda d: d.set("DispatchedSamplingTask", CALL, attempt=7)),
+    "a tool call of no owner": (
+        10, "attempts of its Record's owners",
+        lambda d: d.set("DispatchedSamplingTask", f"{OTHER}/0", tool_executions__0__attempt=7)),
+    "a model call after its owner's end": (
+        10, "made while its owner had",
+        lambda d: d.set("Record", OTHER, owners__0__until=LONG_AGO)),
+    "an owner that wrote between two calls of a later one": (
+        10, "one owner after the other", lambda d: d.written_late(OTHER)),
+    "more turns replayed than there were": (
+        10, "the turns that attempt 1 replayed", lambda d: d.set("Record", OTHER, owners__0__replayed=1)),
     # invariant 7
     "another response": (
         7, f"{CALL}: all as it was", lambda d: d.set("DispatchedSamplingTask", CALL, response__content="?")),

@@ -70,6 +70,29 @@ async def test_a_live_run_is_neither_renamed_nor_deleted(
     assert await run_exists(run_config)
 
 
+async def test_a_sampler_is_drained(
+    client: httpx2.AsyncClient, store: Store, run_config: RunConfig, tmp_path: Path
+) -> None:
+    await run.build(store, tmp_path / "weights", unfinished=False)
+    await store.samplers.beat("node1-<7>", host="node1", pid=7, is_draining=False)
+    page = f"/runs/{run_config.run_name}/manage"
+    form = {"csrf": await _token(client, page), "action": "drain", "sampler": "node1-<7>"}
+    assert "node1-&lt;7&gt;" in (await client.get(page)).text
+    assert (await client.post(page, data=form)).status_code == 403
+    assert (await client.post(page, data={**form, "csrf": "0" * 64}, headers=OWN)).status_code == 403
+    assert await store.samplers.beat("node1-<7>", host="node1", pid=7, is_draining=False) is None
+    answer = await client.post(page, data=form, headers=OWN)
+    assert (answer.status_code, answer.headers["location"]) == (303, page)
+    (sampler,) = await store.samplers.all()
+    assert sampler.state == "asked to drain"
+    assert str(sampler.process.asked_by).endswith("by the dashboard")
+    text = (await client.get(page)).text
+    assert "asked to drain" in text
+    assert ">Drain</button>" not in text
+    gone = await client.post(page, data={**form, "sampler": "other"}, headers=OWN)
+    assert (gone.status_code, "no sampler" in gone.text) == (409, True)
+
+
 async def test_an_ended_run_is_renamed_and_then_deleted(
     client: httpx2.AsyncClient,
     store: Store,

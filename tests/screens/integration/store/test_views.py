@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import numpy as np
 import pytest
 import small_run as run
+from db_command import violations
 from test_ages_after_resume import add_groups, publish, statuses
 from test_coalesced_writes import claim_all, make_call
 from test_store_training import finalized, make_step
@@ -17,7 +19,8 @@ from agentrl.documents.document import Root
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import DataStatus, StepStatus
 from agentrl.documents.training import TrainStep
-from agentrl.screens.views.counts import Rewards
+from agentrl.screens.trajectory_page import other_text
+from agentrl.screens.views.counts import Continued, Counts, Rewards
 from agentrl.screens.views.read import TokenReads, Views
 from agentrl.store.client import Store
 from agentrl.store.schema import prepare
@@ -45,6 +48,42 @@ async def test_rows_equal_the_views(store: Store, tmp_path: Path) -> None:
     assert await equals_view(store, "audit_groups", await views.groups())
     assert await equals_view(store, "audit_tasks", await views.tasks())
     assert await equals_view(store, "audit_steps", await views.steps())
+
+
+async def test_who_sampled_a_trajectory_is_a_row_each_and_summed_up(store: Store) -> None:
+    await run.add_task(store, run.TRAINED, 0)
+    counts = Counts(store.connection)
+    assert not (await counts.continued()).any
+    first = await run.claim(store)
+    await store.model_calls.add(first, run.call(first, 0, 0, 2))
+    await store.attempts.release(first)
+    second = await run.claim(store)
+    assert second.record_id == first.record_id
+    await store.records.note_replayed(second, turns=1, tokens=4, tool_seconds=0.5)
+    other = replace(run.call(second, 1, 0, 8), attempt=2)
+    await store.model_calls.add(second, other)
+    assert await store.model_calls.drop(second, 1) == 1
+    restarted = await run.claim(store)
+    await store.attempts.release(restarted, restart=True)
+    found = await counts.continued()
+    assert found == Continued(
+        trajectories=1, released=1, turns=1, tokens=4, tool_seconds=0.5, diverged=1, dropped=1, restarted=1
+    )
+    rows = {row["_id"]: row async for row in store.database["audit_owners"].find({"task": run.TRAINED})}
+    one, two = rows[f"{first.record_id}@1"], rows[f"{first.record_id}@2"]
+    assert (one["ended"], one["saved_turns"], one["kept_as"]) == ("released", 0, None)
+    assert (two["ended"], two["saved_turns"], two["diverged_at"]) == (None, 1, 1)
+    assert two["kept_as"] == f"{run.TRAINED}/0/2"
+    (row,) = [row for row in await Views(store.connection).trajectories() if row.id == first.record_id]
+    assert (row.owners, row.saved_turns, row.saved_tokens, row.dropped_turns) == (2, 1, 4, 1)
+    whole = await Views(store.connection).whole_trajectory(first.record_id)
+    assert whole is not None
+    assert [(other.id, other_text(other)) for other in whole.others] == [
+        (two["kept_as"], "a branch that a divergence dropped; never trained")
+    ]
+    assert await violations(store, compare_tokens=lambda *_: None) == []
+    index = await store.database["Record"].find({"owners.1.attempt": {"$gt": 0}}).explain()
+    assert "owners.1.attempt" in str(index["queryPlanner"]["winningPlan"])
 
 
 async def test_a_view_of_an_installed_package_is_made_with_the_others(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+from agentrl.base.processes import user_name
 from agentrl.config.run import EngineListConfig
 from agentrl.documents.run import RunSettings
 from agentrl.documents.status import SHOWN_STATUSES, RecordStatus, ServiceStatus, TaskStatus
@@ -219,6 +221,7 @@ async def _manage(request: Request) -> Response:
         admin = RunAdmin(store.connection)
         remarks = await admin.remarks()
         holders = await Runs(store.connection).holders(store.run_name, _ALIVE_SECONDS)
+        samplers = await store.samplers.all()
         try:
             folder, why_not = await admin.output_folder(), None
         except ConfigError as error:
@@ -226,7 +229,7 @@ async def _manage(request: Request) -> Response:
     token, cookie = give_token(request)
     response = render(
         request, "manage.html", run=store.run_name, section="", csrf=token, remarks=remarks, holders=holders,
-        folder=folder, why_not=why_not,
+        samplers=samplers, folder=folder, why_not=why_not,
     )  # fmt: skip
     set_cookie(request, response, cookie)
     return response
@@ -234,7 +237,7 @@ async def _manage(request: Request) -> Response:
 
 async def _change(request: Request) -> Response:
     form = await posted_form(request)
-    action = choice(form, "action", ("describe", "rename", "delete"), "describe")
+    action = choice(form, "action", ("describe", "drain", "rename", "delete"), "describe")
     name = request.path_params["run"]
     with checked_query(), _conflicts():
         if action == "rename":
@@ -247,6 +250,10 @@ async def _change(request: Request) -> Response:
                 await _delete(store, form)
             await pool_of(request).forget(name)
             target = link()
+        elif action == "drain":
+            async with open_run(request) as store:
+                await _drain(store, form.get("sampler", ""))
+            target = link("runs", name, "manage")
         else:
             async with open_run(request) as store:
                 await _describe(store, form)
@@ -261,6 +268,13 @@ async def _describe(store: Store, form: Mapping[str, str]) -> None:
     tags = set((await admin.remarks()).tags)
     await admin.tag(wanted - tags, tags - wanted)
     await admin.note(form.get("note", ""))
+
+
+async def _drain(store: Store, sampler: str) -> None:
+    """Ask a sampler to drain. Raises StoreError if it has ended."""
+    by = f"{user_name()} on {socket.gethostname()}, by the dashboard"
+    if not await store.samplers.ask_to_drain(sampler, by):
+        raise StoreError(f"no sampler {sampler[:200]!r} is running", hint="load the page again")
 
 
 async def _delete(store: Store, form: Mapping[str, str]) -> None:

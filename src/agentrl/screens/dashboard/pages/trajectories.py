@@ -38,7 +38,17 @@ from agentrl.screens.dashboard.query import (
 )
 from agentrl.screens.dashboard.render import link, render
 from agentrl.screens.dashboard.stores import open_run
-from agentrl.screens.trajectory_page import Shown, branch_views, contexts_of, part_text, shown, turns_of
+from agentrl.screens.trajectory_page import (
+    Shown,
+    branch_views,
+    contexts_of,
+    event_view,
+    other_text,
+    owner_views,
+    part_text,
+    shown,
+    turns_of,
+)
 from agentrl.screens.views.read import (
     NO_VERSION,
     CallTokens,
@@ -112,8 +122,8 @@ async def _trajectory(request: Request) -> Response:
     token, cookie = give_token(request) if may_label else (None, "")
     response = render(
         request, "trajectory.html", run=store.run_name, section="trajectories",
-        record=record, trained_at_steps=trajectory.trained_at_steps, failures=trajectory.failures,
-        others=others,
+        record=record, trained_at_steps=trajectory.trained_at_steps, owners=owner_views(record),
+        slot_records=[(other, other_text(other)) for other in trajectory.others], others=others,
         question=shown(record.query),
         answer=None if record.final_answer is None else shown(record.final_answer),
         expected=None if record.answer is None else shown(record.answer),
@@ -276,19 +286,24 @@ class Waterfall:
 def waterfall_of(record: Record, calls: Sequence[DispatchedSamplingTask]) -> Waterfall:
     """Return the bars of a trajectory.
 
-    A model call is stored when its tools have ended: its bars are counted back from then. Tools of a turn
-    that ran at the same time share the turn's tool time.
+    A model call has the time at which the last thing that followed it ended: its bars are counted back from
+    then. Tools of a turn that ran at the same time share the turn's tool time.
     """
     begun = record.created_at
     spans: list[tuple[str, str, int | None, datetime, datetime]] = []
     for call in calls:
         tools = timedelta(seconds=max(call.tool_seconds, 0.0))
-        generated = call.created_at - tools
+        after = [each.started_at for each in call.tool_executions if each.started_at is not None]
+        # Prefer the clock: a tool may have begun under one owner, and the next under another one.
+        generated = min(after) if after else call.created_at - tools - _event_seconds(call)
         start = generated - timedelta(seconds=max(call.generate_seconds, 0.0))
         spans.append((f"turn {call.index + 1}", "generate", call.index + 1, start, generated))
         if call.tool_executions:
             names = ", ".join(dict.fromkeys(execution.name for execution in call.tool_executions))
-            spans.append((names, "tool", call.index + 1, generated, call.created_at))
+            spans.append((names, "tool", call.index + 1, generated, max(generated, call.created_at)))
+        for event in call.events:
+            ended = event.started_at + timedelta(seconds=max(event.seconds, 0.0))
+            spans.append((event_view(event).what, "tool", call.index + 1, event.started_at, ended))
     if (scored := record.first_scored_at) is not None and record.completed_at is not None:
         spans.append(("scoring", "score", None, record.completed_at, max(record.completed_at, scored)))
     first = min([begun, *(span[3] for span in spans)])
@@ -302,6 +317,10 @@ def waterfall_of(record: Record, calls: Sequence[DispatchedSamplingTask]) -> Wat
         for what, kind, turn, start, end in sorted(spans, key=lambda span: span[3])
     ]  # fmt: skip
     return Waterfall(seconds=whole, bars=bars)
+
+
+def _event_seconds(call: DispatchedSamplingTask) -> timedelta:
+    return timedelta(seconds=sum(max(event.seconds, 0.0) for event in call.events))
 
 
 LEVELS: Final = 8

@@ -40,6 +40,8 @@ class Server(httpx2.AsyncBaseTransport):
         self.lost, self.names, self.failing = lost, names, failing
         self.sessions: set[str] = set()
         self.opened = 0
+        self.more: list[dict[str, Any]] = []
+        """Further tools that it lists."""
         self.called: list[str] = []
 
     def forget(self) -> None:
@@ -64,7 +66,7 @@ class Server(httpx2.AsyncBaseTransport):
         if "id" not in message:
             return httpx2.Response(202)
         if message["method"] == "tools/list":
-            return self._response(self._result(message, {"tools": [TOOL]}))
+            return self._response(self._result(message, {"tools": [TOOL, *self.more]}))
         self.called.append(request.headers.get("mcp-session-id", ""))
         found = {"content": [{"type": "text", "text": "found"}]}
         if isinstance(self.failing, tuple):
@@ -128,6 +130,29 @@ LOST: dict[str, Answer] = {
     "a web framework": (400, JSON, b'{"error": "Session not found"}'),
     "in a success": error(-32603, "session expired, please reconnect"),
 }
+
+
+HINTED = [
+    {"name": name, "inputSchema": {"type": "object"}, "annotations": {hint: True}}
+    for name, hint in (("read", "readOnlyHint"), ("put", "idempotentHint"), ("drop", "destructiveHint"))
+]
+
+
+@pytest.mark.parametrize(
+    ("scope", "states"),
+    [
+        (Scope.SHARED, ["outside", "stateless", "stateless", "outside"]),
+        (Scope.TRAJECTORY, ["replay", "stateless", "replay", "replay"]),
+    ],
+)
+async def test_annotations_and_scope_say_what_a_tool_keeps(
+    opened: Open, scope: Scope, states: list[str]
+) -> None:
+    remote = Server()
+    remote.more = HINTED
+    async with opened(remote, scope=scope) as tools:
+        session = await begun(tools)
+        assert [session.state_of(name) for name in ("lookup", "read", "put", "drop")] == states
 
 
 @pytest.mark.parametrize("lost", LOST.values(), ids=LOST)

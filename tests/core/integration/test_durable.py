@@ -1,0 +1,249 @@
+"""A trajectory goes on in another sampler: after a release, after a death, and with tools that have state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_run as run
+from db_command import violations
+from rollout_fakes import FakeSession, FakeTools
+from test_sampling import ADD, Setting, quick, task
+from waiting import cancel, until
+
+from agentrl.documents.record import Record
+from agentrl.documents.status import RecordStatus, ToolState
+from agentrl.documents.task import Claim
+from agentrl.errors import LeaseLostError, SessionLostError, tool_server
+from agentrl.store.client import Store
+from agentrl.tools.tool import OwnSession, ToolResult, TrajectoryInfo
+
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("quick", "published")]
+
+__all__ = ["quick"]
+
+TURNS = 4
+
+
+def steady(prompt: str) -> str:
+    """Calls the tool ``TURNS`` times, then answers."""
+    return "<answer>3</answer>" if prompt.count("<|im_start|>tool") >= TURNS else ADD
+
+
+@pytest.fixture
+async def published(store: Store, tmp_path: Path) -> None:
+    await run.publish(store, tmp_path, 0, step=0, train_step=None)
+
+
+def sampler(store: Store, **given: Any) -> Setting:
+    """A sampler whose engine serves the version that is published."""
+    setting = Setting(store, steady, **given)
+    setting.engine.version = 0
+    return setting
+
+
+class SlowTools(FakeTools):
+    """From call number ``slow`` on, calls wait for ``going``."""
+
+    def __init__(self, slow: int) -> None:
+        super().__init__()
+        self.slow = slow
+        self.waiting = asyncio.Event()
+        self.going = asyncio.Event()
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        if len(self.calls) + 1 >= self.slow:
+            self.waiting.set()
+            await self.going.wait()
+        return await super().call(name, arguments)
+
+
+async def begun(store: Store, slow: int) -> tuple[Setting, Claim, asyncio.Task[bool]]:
+    """A trajectory whose owner hangs in tool call number ``slow``, with what came before stored."""
+    await store.tasks.load([task("a", slots=1)])
+    tools = SlowTools(slow)
+    setting = sampler(store, tools=tools)
+    claim = await store.claims.claim(split="train", owner="old", lease_seconds=60)
+    assert claim is not None
+    running = asyncio.create_task(setting.worker.run(claim))
+    await tools.waiting.wait()
+
+    async def is_stored() -> bool:
+        calls = await store.model_calls.by_record(claim.record_id)
+        return len(calls) == slow and all(call.tool_executions for call in calls[:-1])
+
+    for _ in range(200):
+        if await is_stored():
+            break
+        await asyncio.sleep(0.05)
+    assert await is_stored()
+    return setting, claim, running
+
+
+async def expire(store: Store, claim: Claim) -> None:
+    ends = {"slots.0.lease_expires_at": claim.task.created_at, "lease_deadline": claim.task.created_at}
+    await store.database["Task"].update_one({"_id": claim.task.id}, {"$set": ends})
+
+
+async def only_record(setting: Setting) -> Record:
+    (record,) = await setting.records("train/0/a")
+    return record
+
+
+@pytest.mark.parametrize("slow", [1, 3])
+async def test_the_next_owner_goes_on_where_the_last_one_seemed_dead(store: Store, slow: int) -> None:
+    old, claim, running = await begun(store, slow)
+    before = await store.model_calls.by_record(claim.record_id)
+    await expire(store, claim)
+    new = sampler(store)
+    await new.run()
+    record = await only_record(new)
+    assert (record.id, record.score, record.turns) == (claim.record_id, 1.0, TURNS + 1)
+    assert len(new.engine.prompts) == TURNS + 1 - slow
+    assert len(new.tools.calls) == TURNS + 1 - slow
+    calls = await store.model_calls.by_record(record.id)
+    assert calls[: slow - 1] == before[: slow - 1]
+    assert [call.output_ids for call in calls[:slow]] == [call.output_ids for call in before]
+    assert [call.attempt for call in calls] == [1] * slow + [2] * (TURNS + 1 - slow)
+    ownership = record.owners[-1]
+    assert (ownership.replayed, ownership.tokens) == (slow, sum(call.generated_tokens for call in before))
+    assert await violations(store) == []
+
+    old.tools.going.set()  # it was only slow: nothing that it writes counts
+    assert await running is False
+    assert await store.model_calls.by_record(record.id) == calls
+    assert (await only_record(new)).owners == record.owners
+    with pytest.raises(LeaseLostError):
+        await store.model_calls.add(claim, calls[0])
+    assert await violations(store) == []
+
+
+async def test_a_released_trajectory_keeps_what_its_tools_have_done(store: Store) -> None:
+    old, claim, running = await begun(store, 3)
+    await cancel(running)
+    await store.attempts.release(claim)
+    assert (await only_record(old)).status is RecordStatus.RELEASED
+    assert await violations(store) == []
+    new = sampler(store)
+    await new.run()
+    record = await only_record(new)
+    assert (record.score, [each.ended for each in record.owners]) == (1.0, ["released", None])
+    assert len(new.tools.calls) == TURNS - 2
+    assert await violations(store) == []
+
+
+async def test_where_the_agent_goes_another_way_the_old_branch_is_kept_and_not_trained(store: Store) -> None:
+    _, claim, running = await begun(store, 4)
+    await cancel(running)
+    await store.attempts.release(claim)
+    before = await store.model_calls.by_record(claim.record_id)
+    await store.database["DispatchedSamplingTask"].update_one(  # as if the template had changed since
+        {"_id": before[2].id}, {"$set": {"context_ids": before[1].context_ids + before[2].context_ids}}
+    )
+    new = sampler(store)
+    await new.run()
+    record, branch = await new.records("train/0/a")
+    assert (record.score, record.turns) == (1.0, TURNS + 1)
+    assert (record.owners[-1].diverged_at, record.owners[-1].dropped) == (2, 2)
+    assert (branch.attempt, branch.status, branch.turns) == (2, RecordStatus.RELEASED, 4)
+    kept = await store.model_calls.by_record(branch.id)
+    assert [call.output_ids for call in kept] == [call.output_ids for call in before]
+    assert [call.parent for call in kept] == [None, *(call.id for call in kept[:3])]
+    calls = await store.model_calls.by_record(record.id)
+    assert [call.index for call in calls] == list(range(TURNS + 1))
+    assert [call.attempt for call in calls] == [1, 1, 2, 2, 2]
+    assert len(new.engine.prompts) == TURNS + 1 - 2
+
+
+class Counting(FakeTools):
+    """Each trajectory has a count, which ``add`` answers; ``skew`` makes sessions of another beginning."""
+
+    def __init__(self, *, lose: int | None = None, skew: int = 0) -> None:
+        super().__init__()
+        self.lose = lose
+        self.skew = skew
+
+    @asynccontextmanager
+    async def session(
+        self, trajectory: TrajectoryInfo, environment: OwnSession | None = None
+    ) -> AsyncIterator[FakeSession]:
+        yield CountingSession(self, trajectory.servers)
+
+
+class CountingSession(FakeSession):
+    tools: Counting
+
+    def __init__(self, tools: FakeTools, servers: Any) -> None:
+        super().__init__(tools, servers)
+        self.count = self.tools.skew
+        self.tools.skew = 0
+
+    def state_of(self, name: str, server: str | None = None) -> ToolState:
+        return ToolState.REPLAY
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        self.tools.calls.append((name, dict(arguments)))
+        if self.tools.lose is not None and len(self.tools.calls) == self.tools.lose:
+            raise SessionLostError("it is gone", hint="")
+        self.count += 1
+        return ToolResult(text=f"count {self.count}", error=False, seconds=0.0, server="fake")
+
+    async def replay(self, executions: Any) -> int | None:
+        for index, execution in enumerate(executions):
+            result = await self.call(execution.name, execution.arguments)
+            if result.text != execution.result:
+                return index
+        return None
+
+
+def names_its_outage(session: CountingSession) -> None:
+    """A lost session is an outage of its server."""
+    call = session.call
+
+    async def called(name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        try:
+            return await call(name, arguments)
+        except SessionLostError as error:
+            error.outage = tool_server("fake")
+            raise
+
+    session.call = called  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("skew", [0, 10])
+async def test_a_lost_session_is_made_again_by_its_calls_or_the_trajectory_begins_anew(
+    store: Store, skew: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await store.tasks.load([task("a", slots=1)])
+    tools = Counting(lose=3)
+    init = CountingSession.__init__
+
+    def made(session: CountingSession, *given: Any) -> None:
+        init(session, *given)
+        names_its_outage(session)
+
+    monkeypatch.setattr(CountingSession, "__init__", made)
+    setting = sampler(store, tools=tools)
+    running = asyncio.create_task(setting.run())
+    await until(lambda: len(tools.calls) >= 3)
+    tools.skew = skew
+    await running
+    records = await setting.records("train/0/a")
+    record = records[-1]
+    assert (record.score, record.turns) == (1.0, TURNS + 1)
+    calls = await store.model_calls.by_record(record.id)
+    assert [call.tool_executions[0].result for call in calls[:-1]] == [f"count {n + 1}" for n in range(TURNS)]
+    (slot,) = (await store.tasks.find("train"))[0].slots
+    assert slot.attempt - slot.released == 1
+    if skew:
+        assert [each.status for each in records[:-1]] == [RecordStatus.RELEASED]
+        assert [each.ended for each in records[0].owners] == ["released", "restarted"]
+        assert "begins anew" in caplog.text
+    else:
+        assert len(records) == 1
+        assert len(tools.calls) == TURNS + 1 + 2  # the lost one, and two again
+    assert await violations(store) == []

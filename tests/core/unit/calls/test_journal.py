@@ -1,0 +1,229 @@
+"""An agent that runs again gets what it has done from the journal, and goes on with what it has not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rollout_fakes import FakeSession
+from trajectories import ADD, ANSWER, Trajectory
+
+from agentrl.calls import journal as journal_module
+from agentrl.calls.journal import Journal
+from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.status import StopReason, ToolState
+from agentrl.errors import TrajectoryError
+from agentrl.rollout.agent_io import Outcome
+from agentrl.rollout.agents import Agent
+from agentrl.rollout.rollout import Role, Rollout
+
+SCRIPT = (ADD, "no tool", ADD, ADD, ANSWER)
+VOLATILE = ("created_at", "generate_seconds", "tool_seconds", "checksums", "revision")
+
+
+def shown(calls: Sequence[DispatchedSamplingTask]) -> list[dict[str, Any]]:
+    """The documents of calls, without times."""
+    documents = [call.to_document() for call in calls]
+    for document in documents:
+        for execution in document["tool_executions"]:
+            execution.pop("started_at")
+        for event in document["events"]:
+            event |= {"started_at": None, "seconds": 0.0}
+    return [{key: value for key, value in each.items() if key not in VOLATILE} for each in documents]
+
+
+class Next(Trajectory):
+    """A trajectory that goes on with the calls of another; ``dropped`` has what it left of them."""
+
+    def __init__(self, before: Sequence[DispatchedSamplingTask], *script: Any, **flags: Any) -> None:
+        super().__init__(*script, **flags)
+        self.dropped: list[int] = []
+        self.noted: list[tuple[int, int]] = []
+        self.journal = Journal(before, self._drop, self._note)
+
+    async def _drop(self, first: int) -> None:
+        self.dropped.append(first)
+
+    async def _note(self, journal: Journal) -> None:
+        self.noted.append((journal.replayed, journal.tokens))
+
+    @property
+    def documents(self) -> list[DispatchedSamplingTask]:
+        """What is stored of it: a call that only came back is not written again."""
+        return [turn.document() for turn in self.rollout._calls.made]
+
+
+@pytest.mark.parametrize("known", range(len(SCRIPT) + 1))
+@pytest.mark.parametrize("has_tools", [True, False])
+async def test_a_trajectory_goes_on_after_each_of_its_calls(known: int, has_tools: bool) -> None:
+    first = Trajectory(*SCRIPT)
+    await first.run()
+    before = list(first.calls[:known])
+    if before and not has_tools:  # its owner died while the tool ran
+        before[-1] = replace(before[-1], tool_executions=())
+    second = Next(before, *SCRIPT[known:], "never")
+    outcome = await second.run()
+    assert outcome == Outcome(StopReason.ANSWERED, "3")
+    assert len(second.engine.prompts) == len(SCRIPT) - known
+    made = sum(len(call.tool_executions) for call in before)
+    assert len(second.tools.calls) == 3 - made
+    assert second.rollout.tool_calls == 3
+    assert [call.to_document()["output_ids"] for call in second.documents] == [
+        call.output_ids for call in first.calls
+    ]
+    assert second.dropped == []
+    assert second.noted == ([(known, sum(call.generated_tokens for call in before))] if known else [])
+    assert shown(second.documents) == shown(first.calls)
+
+
+async def test_a_call_that_differs_is_live_and_the_rest_is_dropped() -> None:
+    first = Trajectory(*SCRIPT)
+    await first.run()
+
+    async def other(rollout: Rollout) -> Outcome:
+        turn = await rollout.generate()
+        await rollout.call_tools(turn)
+        rollout.append_messages([{"role": "user", "content": "and?"}])
+        turn = await rollout.generate()
+        return Outcome(StopReason.ANSWERED, turn.answer or "")
+
+    second = Next(first.calls, ANSWER)
+    assert (await second.run(other)).final_answer == "3"
+    assert second.dropped == [1]
+    assert len(second.engine.prompts) == 1
+    assert second.documents[0].output_ids == first.calls[0].output_ids
+    assert second.documents[1].parent == second.documents[0].id
+    assert second.noted == [(1, first.calls[0].generated_tokens)]
+
+
+async def test_an_agent_that_ends_earlier_drops_the_rest() -> None:
+    first = Trajectory(*SCRIPT)
+    await first.run()
+
+    async def once(rollout: Rollout) -> Outcome:
+        await rollout.generate()
+        return Outcome(StopReason.TURNS_LIMIT)
+
+    second = Next(first.calls, "never")
+    await second.run(once)
+    assert (second.dropped, second.engine.prompts) == ([1], [])
+
+
+def talk(order: Sequence[str]) -> Agent:
+    async def agent(rollout: Rollout) -> Outcome:
+        async def speak(role: Role) -> None:
+            for _ in range(3):
+                turn = await role.generate()
+                await role.call_tools(turn)
+
+        await asyncio.gather(*(speak(rollout.role(name)) for name in order))
+        return Outcome(StopReason.ANSWERED, "3")
+
+    return agent
+
+
+@pytest.mark.parametrize("known", [2, 5])
+async def test_parallel_roles_may_ask_in_another_order(known: int) -> None:
+    first = Trajectory(*[ADD] * 6)
+    await first.run(talk("ab"))
+    second = Next(first.calls[:known], *[ADD] * (6 - known))
+    await second.run(talk("ba"))
+    assert second.dropped == []
+    assert [call.index for call in second.documents] == list(range(6))
+    assert [call.role for call in second.documents[:known]] == [call.role for call in first.calls[:known]]
+    assert len(second.tools.calls) == 6 - known
+
+
+async def test_a_role_that_never_comes_back_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "_STALLED_SECONDS", 0.05)
+    first = Trajectory(*[ADD] * 6)
+    await first.run(talk("ab"))
+    second = Next(first.calls, *[ADD] * 6)
+    await second.run(talk("b"))
+    assert second.dropped == [0]
+    assert [call.role for call in second.documents] == ["b"] * 3
+
+
+async def test_once_has_the_value_of_the_first_time() -> None:
+    asked: list[str] = []
+
+    async def agent(rollout: Rollout) -> Outcome:
+        def ask(name: str) -> list[str]:
+            asked.append(name)
+            return [name, str(len(asked))]
+
+        async def later() -> Any:
+            return ask("later")
+
+        found = [await rollout.once("early", lambda: ask("early"))]
+        for _ in range(2):
+            await rollout.generate()
+            found.append(await rollout.once("late", later))
+        return Outcome(StopReason.ANSWERED, str(found))
+
+    first = Trajectory("a", "b")
+    answer = (await first.run(agent)).final_answer
+    assert answer == "[['early', '1'], ['later', '2'], ['later', '3']]"
+    assert [[event.name for event in call.events] for call in first.calls] == [["early", "late"], ["late"]]
+    second = Next(first.calls, "never")
+    assert (await second.run(agent)).final_answer == answer
+    assert len(asked) == 3
+    third = Next(first.calls[:1], "b")
+    assert (await third.run(agent)).final_answer == answer.replace("3", "4")
+
+
+@pytest.mark.parametrize("value", [b"x" * 2**21, ["y" * 2**20]])
+async def test_once_keeps_no_large_value(value: Any) -> None:
+    async def agent(rollout: Rollout) -> Outcome:
+        await rollout.once("large", lambda: value)
+        raise AssertionError
+
+    with pytest.raises(TrajectoryError, match="more than 1,048,576"):
+        await Trajectory("a").run(agent)
+
+
+async def test_a_call_with_effects_is_never_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeSession, "state_of", lambda *_: ToolState.OUTSIDE)
+    first = Trajectory(ADD, ANSWER)
+    await first.run()
+    (execution,) = first.calls[0].tool_executions
+    assert execution.finished
+    cut = replace(first.calls[0], tool_executions=(replace(execution, finished=False, result=""),))
+    second = Next([cut], ANSWER)
+    await second.run()
+    assert second.tools.calls == []
+    (told,) = second.documents[0].tool_executions
+    assert (told.error, told.finished) == (True, False)
+    assert "may have taken effect" in second.rollout.messages[2]["content"]
+    third = Next(second.documents[:1], ANSWER)
+    await third.run()
+    assert third.rollout.messages == second.rollout.messages
+
+
+async def test_it_is_stored_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeSession, "state_of", lambda *_: ToolState.OUTSIDE)
+    trajectory = Trajectory(ADD, ANSWER)
+    stored: list[list[bool]] = []
+
+    async def flush(_: object) -> None:
+        stored.append([each.finished for turn in trajectory.rollout._calls.made for each in turn.executions])
+
+    async def call(name: str, arguments: Any) -> Any:
+        assert stored == [[False]]
+        return await type(trajectory.tools).call(trajectory.tools, name, arguments)
+
+    monkeypatch.setattr("rollout_fakes._Writes.flush", flush)
+    trajectory.tools.call = call  # type: ignore[method-assign]
+    await trajectory.run()
+    assert [each.finished for each in trajectory.calls[0].tool_executions] == [True]
+
+
+async def test_a_turn_is_written_again_only_if_something_came() -> None:
+    first = Trajectory(*SCRIPT)
+    await first.run()
+    second = Next(first.calls[:3], *SCRIPT[3:])
+    await second.run()
+    assert [turn.is_written for turn in second.pending] == [True] * 3 + [False] * 2
