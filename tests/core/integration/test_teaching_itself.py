@@ -6,6 +6,9 @@ import asyncio
 import json
 import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,12 @@ import small_run as run
 import torch
 from ready_data import ready_data
 from safetensors.torch import load_file
+from test_two_steps import SAMPLING, TRAINING, Answering
 from tiny_policy import write_tiny_policy
 from transformers import AutoModelForCausalLM
+from waiting import until
 
+from agentrl.base.concurrency import background
 from agentrl.columns import pool as pool_module
 from agentrl.columns import version_logprobs as module
 from agentrl.columns.version_logprobs import teach_self
@@ -28,7 +34,7 @@ from agentrl.config.training import VERSION_LOGPROBS
 from agentrl.data.forest import forest_from_data
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.run import PolicyVersion
-from agentrl.documents.status import ColumnStatus, RecordStatus, StopReason
+from agentrl.documents.status import ColumnStatus, RecordStatus, StepStatus, StopReason
 from agentrl.errors import ConfigError
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
@@ -218,3 +224,51 @@ async def test_a_run_of_another_old_policy_is_refused(
     await join_trainer(store, old_logprobs="recompute")
     with pytest.raises(ConfigError, match="is trained with --old_logprobs recompute"):
         await teach_self(configs, until_empty=True)
+
+
+@pytest.mark.timeout(240)
+async def test_a_sampler_a_filler_and_a_trainer_give_both_figures(
+    store: Store, run_config: RunConfig, base: Path, tmp_path: Path
+) -> None:
+    """All groups are sampled at version 0: step 1 trains tokens of age 0, and step 2 of age 1."""
+    lines = [{"id": f"t{number}", "query": "Say a.", "answer": "a", "scorer": "exact"} for number in range(8)]
+    tasks, columns = tmp_path / "tasks.jsonl", ("--columns", VERSION_LOGPROBS)
+    await asyncio.to_thread(tasks.write_text, "\n".join(map(json.dumps, lines)))
+    common = [
+        "--run_name", run_config.run_name, "--db_connection_string", str(run_config.db_connection_string),
+        "--log_dir", run_config.log_dir, "--output_dir", str(run_config.output_dir),
+        "--model_name_or_path", str(base),
+    ]  # fmt: skip
+    commands = {
+        "sample": ["--train_file", str(tasks), *SAMPLING, *columns],
+        "teach": ["--self", "--weights_dir", str(tmp_path / "copies")],
+        "train": [*SAMPLING, *TRAINING, *columns, "--old_logprobs", "version"],
+    }
+    started: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(name: str, flags: Sequence[str]) -> None:
+        with (tmp_path / f"{name}.txt").open("wb") as log:
+            words = [sys.executable, "-m", "agentrl", name, *common, *flags]
+            started[name] = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
+
+    try:
+        async with Answering().serving() as engine, background(engine.follow(store)):
+            for name, flags in commands.items():
+                start(name, flags)
+            others = (started["sample"], started["teach"])
+            await until(
+                lambda: started["train"].poll() is not None or any(each.poll() for each in others), 200
+            )
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait(10)
+    said = {name: (tmp_path / f"{name}.txt").read_text(errors="replace")[-3000:] for name in commands}
+    assert started["train"].returncode == 0, said
+    first, second = await store.steps.find(status=StepStatus.COMMITTED)
+    assert (first.metrics["staleness_max"], second.metrics["staleness_max"]) == (0.0, 1.0), said
+    assert first.metrics["version_gap"] < 1e-5
+    assert first.metrics["kl_staleness"] == 0.0
+    assert second.metrics["kl_staleness"] > 0.0
+    # The engine made up its logprobs, those of version 0 in both steps: an equal mismatch at both ages.
+    assert second.metrics["kl_mismatch"] == pytest.approx(first.metrics["kl_mismatch"], rel=0.2)

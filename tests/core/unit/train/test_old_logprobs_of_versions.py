@@ -12,6 +12,7 @@ import torch
 from tiny_policy import write_tiny_policy
 from tiny_trainer import DATA, have_same_weights, tiny_trainer
 from training_data import group, sampled_by
+from transformers import AutoModelForCausalLM
 
 from agentrl.config.load import Configs
 from agentrl.config.schema import GROUPS
@@ -67,6 +68,21 @@ def test_each_versions_logprobs_are_the_trainers_bit_for_bit(
             found[folder, item.id] = policy.logprobs(item, {})
             assert np.array_equal(found[folder, item.id], recomputed(trainers[folder], item))
     assert all(not np.array_equal(found[base, item.id], found[other, item.id]) for item in DATA)
+
+
+@pytest.mark.parametrize("autocast", ["true", "false"])
+def test_published_bfloat16_weights_are_exact_where_products_are_bfloat16(
+    base: Path, tmp_path: Path, autocast: str
+) -> None:
+    """The trainer rounds its float32 weights for each product, as publication has rounded them once."""
+    rounded = tmp_path / "rounded"
+    AutoModelForCausalLM.from_pretrained(str(base)).to(torch.bfloat16).save_pretrained(rounded)
+    policy, trainer = filler(base, autocast_bf16=autocast), tiny_trainer(base, autocast_bf16=autocast)
+    policy.load(rounded)
+    for item in DATA:
+        found, own = policy.logprobs(item, {}), recomputed(trainer, item)
+        assert np.array_equal(found, own) == (autocast == "true")
+        np.testing.assert_allclose(found, own, atol=5e-3, rtol=0)
 
 
 def test_a_whole_step_differs_from_single_trajectories_by_rounding_at_most(base: Path) -> None:
