@@ -76,7 +76,8 @@ def test_published_bfloat16_weights_are_exact_where_products_are_bfloat16(
 ) -> None:
     """The trainer rounds its float32 weights for each product, as publication has rounded them once."""
     rounded = tmp_path / "rounded"
-    AutoModelForCausalLM.from_pretrained(str(base)).to(torch.bfloat16).save_pretrained(rounded)
+    model: Any = AutoModelForCausalLM.from_pretrained(str(base))
+    model.to(torch.bfloat16).save_pretrained(rounded)
     policy, trainer = filler(base, autocast_bf16=autocast), tiny_trainer(base, autocast_bf16=autocast)
     policy.load(rounded)
     for item in DATA:
