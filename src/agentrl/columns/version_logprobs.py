@@ -37,7 +37,7 @@ from agentrl.documents.training import DBRecordData
 from agentrl.errors import ColumnError, ConfigError, ModelError, PublishError, StoreError, first_line
 from agentrl.observe.begin_run import check_run
 from agentrl.store.mechanics.retry import retry_outages
-from agentrl.weights.folder import base_folder
+from agentrl.weights.folder import base_folder, verify
 from agentrl.weights.local_copy import LocalCopy, chain_to, is_in_place, to_its_end, weights_dir
 
 if TYPE_CHECKING:
@@ -97,13 +97,13 @@ class VersionTurns:
         try:
             await waiting.turn
         except asyncio.CancelledError:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
-            else:
+            if waiting.turn.done() and not waiting.turn.cancelled():
                 self._pass_on()  # its turn came in the moment in which it was cancelled
             raise
 
     def _pass_on(self) -> None:
+        # A cancelled task's future is done before the task learns of it: leave it out.
+        self._waiting = [each for each in self._waiting if not each.turn.done()]
         if not self._waiting:
             self._is_taken = False
             return
@@ -189,13 +189,22 @@ class VersionLogprobs:
         started = time.monotonic()
         try:
             if is_in_place(version):
-                await self._copy.bring(self._store, version)  # compares its checksums
-            _, folder = await self._copy.hold(self._store, version)
-            await to_its_end(self._policy.load, Path(folder))
+                await to_its_end(self._load_in_place, version)
+            else:
+                _, folder = await self._copy.hold(self._store, version)
+                await to_its_end(self._policy.load, Path(folder))
         finally:
             self._copy.release()
         self._loaded = version.id
         logger.info("policy version %d loaded in %.1f s", version.id, time.monotonic() - started)
+
+    def _load_in_place(self, version: PolicyVersion) -> None:
+        folder = Path(version.location)
+        # On another host than the trainer's, the base may be in another folder: its checksums say whether.
+        if version.id == 0 and not folder.is_dir():
+            folder = self._policy.base
+        verify(folder, version.files)
+        self._policy.load(folder)
 
     def _compute(self, data: DBRecordData, images: Mapping[str, Image]) -> NDArray[np.float32]:
         try:

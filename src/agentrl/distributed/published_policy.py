@@ -49,7 +49,9 @@ class PublishedPolicy:
         self._policy.model.requires_grad_(requires_grad=False)
         self._model = split_policy(self._policy, Layout(), configs, precision, world)
         self._options = forward_options(self._train, memory)
-        self.name = f"{self._policy.base} in {str(precision.products).removeprefix('torch.')}"
+        self.base = self._policy.base
+        """The folder of ``--model_name_or_path``."""
+        self.name = f"{self.base} in {str(precision.products).removeprefix('torch.')}"
 
     def load(self, folder: Path) -> None:
         """Take the weights in ``folder``. After a ModelError, load a version before the next ``logprobs``."""

@@ -53,11 +53,11 @@ async def test_whoever_has_waited_long_is_next(monkeypatch: pytest.MonkeyPatch) 
 async def test_a_cancelled_turn_passes_on() -> None:
     order = Order()
     first, waiting, chosen, last = await order.begin(1, 2, 3, 4)
+    # The first ends before the second learns that it is cancelled.
+    first.cancel()
     waiting.cancel()
     await asyncio.sleep(0)
-    # The first ends, and gives the turn to the third, which is cancelled before it wakes.
-    first.cancel()
-    await asyncio.sleep(0)
+    # The third has the turn then, and is cancelled before it wakes.
     chosen.cancel()
     order.is_open.set()
     await asyncio.wait_for(last, 5)
