@@ -391,6 +391,12 @@ IDLE_RULES: tuple[IdleRule, ...] = (
         "use behavior or recompute, or --max_staleness 1 or more",
     ),
     IdleRule(
+        ("old_logprobs",),
+        lambda flags, _: flags["old_logprobs"] != "version" or _largest_age(flags) > 0,
+        "no token that is trained is older than 0 steps, where the version is recompute",
+        "use recompute, or --max_staleness 1 or more",
+    ),
+    IdleRule(
         ("reference_model",), lambda _, loss: loss.needs_reference,
         "the loss compares with no reference model", "add --kl_coef, e.g. 0.001, or leave it out",
     ),

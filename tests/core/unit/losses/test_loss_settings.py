@@ -265,6 +265,7 @@ def test_a_flag_changes_something_or_is_refused_with_a_hint(loss: str, flag: str
         ("advantage_whitening", "batch", {"drop_zero_advantage": False}, None),
         ("old_logprobs", "loglinear", {"max_staleness": 0}, False),
         ("old_logprobs", "loglinear", {"max_staleness": 0, "staleness_policy": "drop"}, False),
+        ("old_logprobs", "version", {"max_staleness": 0}, False),
     ],
 )  # fmt: skip
 def test_flags_of_training_act_or_are_refused(
