@@ -195,11 +195,11 @@ async def measure(uri: str, model: str, folder: Path, name: str, case: Case, see
                 samplers.stop()
                 beats.cancel()
             counts = await _counts(url)
-        short = await store.database["Record"].count_documents(
-            {"score": {"$ne": None}, "turns": {"$ne": case.turns}}
-        )
-        if short:
-            raise SystemExit(f"{short} scored trajectories do not have {case.turns} turns")
+        whole = await store.database["Record"].count_documents({"score": 1.0, "turns": case.turns})
+        if whole < scored:
+            raise SystemExit(
+                f"{scored - whole} of {scored} trajectories are not {case.turns} turns long and right"
+            )
         await store.database.client.drop_database(store.database.name)
     return Outcome(scored=scored, seconds=seconds, kills=samplers.kills, counts=counts)
 

@@ -38,6 +38,7 @@ from agentrl.config.run import without_uri
 from agentrl.config.schema import (
     GROUPS,
     AgentConfig,
+    ClaimConfig,
     EngineConfig,
     EvaluationConfig,
     GroupConfig,
@@ -398,6 +399,7 @@ def prepare(command: str, flags: Sequence[str], configs: Configs, variables: Map
         teaches=teacher is not None,
         has_demo_tools=servers is not None,
         inf_mem_ratio=configs[EngineConfig].inf_mem_ratio,
+        drain_seconds=configs[ClaimConfig].drain_seconds,
         placement=placement,
     )
 
@@ -606,6 +608,7 @@ class RunPlan:
     """Whether the demonstration's HTTP tool server is started."""
     inf_mem_ratio: float | None = None
     """``--inf_mem_ratio``, if it was given."""
+    drain_seconds: float = ClaimConfig.drain_seconds
     placement: Placement | None = None
     """None on a machine without GPUs: all processes then get this one's environment."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -644,7 +647,7 @@ def run_processes(
         plan.report("stopping: a trainer finishes its step and saves; the same command resumes")
         raise
     finally:
-        supervisor.stop()
+        supervisor.stop(plan.drain_seconds)
 
 
 def processes_of(plan: RunPlan) -> tuple[list[SupervisedProcess], SupervisedProcess | None]:

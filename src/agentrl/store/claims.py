@@ -49,7 +49,6 @@ from agentrl.store.records import (
     LEASE,
     CompletedGroups,
     adopt_records,
-    end_ownerships,
     end_records,
     queue_sampled,
 )
@@ -588,7 +587,6 @@ class ExpiredLeases(Repository):
                 await end_records(self._connection, [lost], failure)
                 self._completed.note(task.split, task.id, task.status)
                 return []
-            await end_ownerships(self._connection, [lost.record_id], LEASE)
             await adopt_records(self._connection, [claim])
             return [claim]
 
