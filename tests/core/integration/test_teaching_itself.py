@@ -167,10 +167,10 @@ async def test_each_token_is_computed_at_its_own_version_by_one_model(
     np.testing.assert_allclose(columns.values[VERSION_LOGPROBS][:8], expected, atol=1e-5)
 
 
-async def test_a_filler_that_is_killed_in_between_is_followed_by_another(
+async def test_a_filler_that_is_stopped_between_two_versions_is_followed_by_another(
     store: Store, configs: Configs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first dies while it loads version 2, and its lease runs out: nothing is filled in half."""
+    """The first ends while it loads version 2, and hands its claims back: nothing is filled in half."""
     plain, died = module.VersionLogprobs._load, asyncio.Event()
 
     async def hang(values: Any, version: PolicyVersion) -> None:
