@@ -232,6 +232,7 @@ class NoWorker:
     def __init__(self, store: Store) -> None:
         self.outages = Outages()
         self.tools = FakeTools()
+        self.snapshots = None
         self.sampling = SamplingConfig()
         self.scoring = Scoring(
             store=store, outages=self.outages, sampling=self.sampling, claims=ClaimConfig()
