@@ -412,8 +412,9 @@ class StreamSettings:
 class DataStream:
     """Choose whole groups, oldest first, that are fresh enough for the weights that a step starts from.
 
-    Step n starts from weights after n − 1 steps, published or not; ages count from them. A step that was
-    undone takes the same data again: they were fresh.
+    Step n starts from weights after n − 1 steps, published or not; ages count from them. A group that becomes
+    ready after the next step was prefetched comes first in the step behind it. A step that was undone takes
+    the same data again: they were fresh.
     """
 
     end = "every group is sampled, and trained or abandoned"

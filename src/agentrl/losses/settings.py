@@ -315,9 +315,9 @@ def _largest_age(flags: Flags) -> float:
     """Return the largest age of a token that is trained, in optimizer steps."""
     ahead = 0 if flags["sync_sampling"] else int(flags["max_staleness"])
     policy = flags["staleness_policy"]
-    # Keep nothing old where nothing becomes old: groups begin after each step, and are trained once.
-    is_old = ahead > 0 or flags["oversample_groups"] > 0 or flags["max_trained_count"] > 1
-    return math.inf if policy == "decay" or (policy == "keep" and is_old) else ahead
+    # On-policy groups begin after each step and are trained in it: without these flags none becomes old.
+    becomes_old = ahead > 0 or flags["oversample_groups"] > 0 or flags["max_trained_count"] > 1
+    return math.inf if policy == "decay" or (policy == "keep" and becomes_old) else ahead
 
 
 def _publishes_adapter(flags: Flags) -> bool:

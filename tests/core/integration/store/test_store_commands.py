@@ -234,6 +234,7 @@ class NoWorker:
         self.stop = asyncio.Event()
         self.snapshots = None
         self.tools = FakeTools()
+        self.snapshots = None
         self.sampling = SamplingConfig()
         self.scoring = Scoring(
             store=store, outages=self.outages, sampling=self.sampling, claims=ClaimConfig()
