@@ -43,6 +43,7 @@ from agentrl.lab.regroup import (
     retry_changed,
 )
 from agentrl.scoring.groups import FAILED, summarize
+from agentrl.store.epochs import Epochs
 from agentrl.store.groups import GroupOutcome
 from agentrl.store.mechanics import lease
 from agentrl.store.mechanics.blobs import PACKED, Blobs
@@ -72,6 +73,7 @@ from agentrl.store.mechanics.lease import literal
 from agentrl.store.policy_versions import fenced
 from agentrl.store.records import read_records
 from agentrl.store.settings import Ancestry, Withdrawals
+from agentrl.store.tasks import Tasks
 
 _BATCH = 100
 _DEAD = [RecordStatus.FAILED.value, RecordStatus.RELEASED.value, RecordStatus.ABANDONED.value]
@@ -115,7 +117,8 @@ class Retention(Repository):
     ) -> Pruned:  # fmt: skip
         """Delete calls and data of finished trajectories, one transaction per batch.
 
-        A trajectory is finished if it is trained, stale, quarantined, failed, released or abandoned. Data
+        A trajectory is finished if it is trained, stale, quarantined, failed, abandoned, or released and no
+        slot goes on with it. Data
         that wait to be trained or are planned stay, and those of steps after ``last_step``, which a resume
         may train again. ``older_than_days`` keeps trajectories begun later, by the server's clock.
         ``before_step`` keeps what that step or a later one trained, and what was never trained and begun
@@ -142,10 +145,13 @@ class Retention(Repository):
         untrained = {"status": {"$in": _UNTRAINED}, "trained_count": 0, **_created(begun), **others}
         used: Json = {"$or": [untrained, trained]}
         dead: Json = {"status": {"$in": _DEAD}, "pruned_at": None, **_created(begun), **others}
+        going_on = Tasks(self._connection, Epochs(self._connection))
         total = Pruned()
         for collection, query in ((DATA, used), (RECORD, dead)):
             async for page in self._pages(collection, query, _BATCH, {"_id": 1}):
-                batch = [document["_id"] for document in page]
+                found = {document["_id"] for document in page}
+                # Ask after the read: a released Record that no slot goes on with stays so for good.
+                batch = sorted(found - await going_on.unfinished_records(found))
                 total.add(await self._prune(batch, used, dead, dry_run))
         return total
 

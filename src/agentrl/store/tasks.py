@@ -319,13 +319,13 @@ class Tasks(Repository):
         await collection.bulk_write(
             # Replace slots only where none was claimed: new ones count from 0, which fences no old owner.
             [UpdateOne(_untouched(task.id), _new_text(task, moment, "slots")) for task in tasks]
-            + [UpdateOne(_unbegun(task.id), _new_text(task, moment)) for task in tasks]
+            + [UpdateOne(_unbegun(task.id), _begun_anew(task, moment)) for task in tasks]
         )
         stored = await self._stored([task.id for task in tasks])
         # Read them back: bulk_write returns how many filters matched, and not which.
         left = [task.id for task in tasks if any(_differences(stored.get(task.id, {}), task))]
         copies = [
-            UpdateOne(_unbegun(task_key(task.split, epoch, task.task_id)), _new_text(task, moment))
+            UpdateOne(_unbegun(task_key(task.split, epoch, task.task_id)), _begun_anew(task, moment))
             for task in tasks
             for epoch in epochs
             if task.id not in left and epoch != task.epoch
@@ -372,3 +372,9 @@ def _new_text(task: Task, moment: datetime, *more: str) -> Json:
     document = sealed(TASK, task.to_document(), "content")
     fields = {name: document[name] for name in (*CONTENT, CHECKSUMS, *more)}
     return {"$set": {**fields, "updated_at": moment}}
+
+
+def _begun_anew(task: Task, moment: datetime) -> Json:
+    """Return the update with the new text of a Task whose released trajectories answer the old one."""
+    update = _new_text(task, moment)
+    return {"$set": {**update["$set"], "slots.$[].begun": None}}

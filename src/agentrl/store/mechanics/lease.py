@@ -161,6 +161,7 @@ RELEASED: Json = {
 """The fields of a slot whose attempt ends without a fault of its own: the next claim goes on with it."""
 REOPENED: Json = {
     **FREE, "status": SlotStatus.OPEN.value, "released": "$$slot.attempt", "not_before": None, "begun": None,
+    "deaths": 0, "died_at": None,
 }  # fmt: skip
 """The fields of a failed slot that is opened again, with all its attempts."""
 
