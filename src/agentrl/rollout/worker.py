@@ -155,7 +155,9 @@ class Worker:
         clock.spend(journal.seconds)
         name = claim.task.agent_name or self.agent.agent_name
         agent = await self._import(claim.task, name)
-        files = None if self.snapshots is None else self.snapshots.of(claim.record_id, claim.attempt)
+        files = None
+        if self.snapshots is not None and claim.task.environment is not None:
+            files = self.snapshots.of(claim.record_id, claim.attempt)
         environment = open_environment(claim.task, call_timeout=self.environment_timeout, files=files)
         await self.store.records.advance(claim, RecordStatus.RUNNING)
         async with (
