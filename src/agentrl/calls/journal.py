@@ -128,8 +128,9 @@ class Journal:
         await self._note_once()
 
     def forget(self) -> None:
-        """Leave the stored calls to a gateway, which looks them up itself."""
+        """Leave the stored calls to a gateway, which looks them up itself and notes what it saved."""
         self._left.clear()
+        self._is_noted = True
 
     async def _diverge(self) -> None:
         async with self._dropping:

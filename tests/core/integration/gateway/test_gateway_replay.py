@@ -19,7 +19,7 @@ from agentrl.base.concurrency import end_tasks
 from agentrl.config.sampling import GatewayConfig
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import to_training_data
-from agentrl.documents.record import Record
+from agentrl.documents.record import GatewayCall, Record
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim
 from agentrl.errors import LeaseLostError
@@ -238,6 +238,21 @@ async def test_equal_requests_get_their_answers_once_and_in_order(store_with_tas
         assert (over.status_code, over.json()["error"]["code"]) == (403, "turns_limit")
     third = await new.record()
     assert (third.turns, third.dropped_calls) == (5, ())
+
+
+async def test_a_stored_answer_is_taken_by_one_request_and_again_by_the_same(store_with_task: Store) -> None:
+    store = store_with_task
+    async with Owner(store, "0", "1").open_and_die() as old:
+        for key in ("a", "b"):
+            body = {"model": "policy", "messages": [{"role": "user", "content": "draw"}]}
+            await old.send("chat/completions", body, **{"idempotency-key": key})
+    stored = [GatewayCall.from_document(item) async for item in store.database["GatewayCall"].find({})]
+    asked = [replace(stored[0], id=f"new {n}", attempt=3) for n in range(3)]
+    # A gateway that dies after it has taken an answer leaves it to the one that takes the request over.
+    taken = [await store.gateways.take_earlier(asked[n], str(stored[0].key)) for n in (0, 1, 0, 1, 2)]
+    assert [None if call is None else call.call for call in taken] == [
+        stored[0].call, stored[1].call, stored[0].call, stored[1].call, None,
+    ]  # fmt: skip
 
 
 async def test_a_body_that_was_sent_twice_is_not_taken_for_its_retry(store_with_task: Store) -> None:
