@@ -364,6 +364,16 @@ def require_names(task: Task) -> None:
             raise TaskEnvironmentError(error.message, hint=error.hint) from error
 
 
+def keeps_files(task: Task) -> bool:
+    """Return whether the environment of a task has files that can be kept; False if it is not here."""
+    if task.environment is None:
+        return False
+    try:
+        return ENVIRONMENTS.get(task.environment).state == ToolState.SNAPSHOT
+    except ConfigError:
+        return False
+
+
 def environment_of(task: Task) -> Dependency | None:
     """Return what is down if the task's environment is: the server in ``meta.server``, or all of its name."""
     if task.environment is None:

@@ -38,7 +38,7 @@ _DELETE: Final = 'while IFS= read -r name; do rm -rf -- "/$name"; done'
 _ROOT: Final = "0"
 _LIST_BYTES: Final = 128 << 20
 _DELETED_BYTES: Final = 16 << 20
-_SECONDS: Final = 300.0
+_SECONDS: Final = 120.0
 _BLOCK: Final = 512
 _OF_BACK_END: Final = frozenset({"", "dev/shm", "etc/hosts", "etc/hostname", "etc/resolv.conf"})
 """Files that the back end mounts, or writes for each container."""

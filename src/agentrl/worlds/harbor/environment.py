@@ -196,7 +196,8 @@ _BASH_SECONDS: Final = 60.0
 _LONGEST_BASH_SECONDS: Final = 3600.0
 _SHOWN_BYTES: Final = 32 << 10
 _SPARE_SECONDS: Final = 120.0
-_SNAPSHOT_SECONDS: Final = 900.0
+_SNAPSHOT_SECONDS, _RESTORE_SECONDS = 180.0, 900.0
+"""The next command waits for a snapshot, and only for a while: without it the commands are run again."""
 _SNAPSHOT_BYTES: Final = 8 << 20
 """Largest working directory whose changes are shown."""
 _SOLUTION: Final = "/solution"
@@ -234,7 +235,7 @@ class Harbor(Environment):
             "setup": build + check_seconds,
             "bash": _LONGEST_BASH_SECONDS + _SPARE_SECONDS,
             "snapshot": _SNAPSHOT_SECONDS,
-            "restore": _SNAPSHOT_SECONDS,
+            "restore": _RESTORE_SECONDS,
             "reward": 2
             * (toml.verifier.timeout_sec + (build + check_seconds) * (1 + toml.verifier.is_separate)),
         }
