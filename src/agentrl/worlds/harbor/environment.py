@@ -92,9 +92,14 @@ async def prepare_logs(container: Container) -> None:
     await control(container, f"mkdir -p {folders} && chmod 0777 {folders}")
 
 
+def root_of(container: Container) -> str | None:
+    """Return root where commands may have another user than the container."""
+    return ROOT if container.takes_users else None
+
+
 async def control(container: Container, line: str, seconds: float = _CONTROL_SECONDS) -> Execution:
-    """Run a shell line as root. Raises TaskEnvironmentError if it fails."""
-    done = await container.run(["/bin/sh", "-c", line], seconds=seconds, user=ROOT, workdir="/")
+    """Run a shell line as root where that is possible. Raises TaskEnvironmentError if it fails."""
+    done = await container.run(["/bin/sh", "-c", line], seconds=seconds, user=root_of(container), workdir="/")
     if not done.succeeded:
         raise TaskEnvironmentError(
             f"`{line}` failed in the container: {(done.stderr or done.stdout).strip()[-300:]}",
@@ -276,6 +281,10 @@ class Harbor(Environment):
                     await self._work.begin()
                 except NotKeptError as error:
                     self._unkept = error
+                except ToolServerError as error:
+                    if error.outage is not None:
+                        raise
+                    self._unkept = NotKeptError(error.message)
 
     async def snapshot(self, archive: Path, limit: int) -> None:
         """Archive what commands have changed in the container. Raises NotKeptError."""
@@ -418,7 +427,7 @@ class Harbor(Environment):
             else:
                 line = f'rm -rf {_FROM} && mkdir {_FROM} && cp -a -- "$1" {_FROM}/'
                 stage = ["/bin/sh", "-c", line, "sh", path]
-                await worked_in.run(stage, seconds=_SPARE_SECONDS, user=ROOT)
+                await worked_in.run(stage, seconds=_SPARE_SECONDS, user=root_of(worked_in))
                 target = posixpath.dirname(path)
                 await worked_in.copy(archive, out_of=_FROM)
         except FileNotFoundError:
