@@ -232,8 +232,8 @@ class ContainerConfig(Flags):
     )
     snapshots_to: str | None = flag(
         None,
-        "folder, s3:// or gs:// URL of these archives, the same for all samplers of the run (default:"
-        " snapshots in --output_dir)",
+        "folder, s3:// or gs:// URL of these archives, each run's in a subfolder of its name; the same for"
+        " all samplers of a run (default: snapshots in --output_dir)",
     )
 
     @cached_property

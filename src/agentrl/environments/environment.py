@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from agentrl.base.atomic_folder import scratch_folder
 from agentrl.base.concurrency import ENVIRONMENT_THREADS
@@ -27,7 +27,6 @@ from agentrl.documents.record import HarnessRun
 from agentrl.documents.status import ToolState
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import names_in_fields
-from agentrl.environments.snapshots import TrajectorySnapshots
 from agentrl.errors import (
     AgentRLError,
     ConfigError,
@@ -49,6 +48,9 @@ from agentrl.tools.tool import (
     run_function,
     schema_name,
 )
+
+if TYPE_CHECKING:
+    from agentrl.environments.snapshots import TrajectorySnapshots
 
 logger = logging.getLogger(__name__)
 
@@ -360,6 +362,16 @@ def require_names(task: Task) -> None:
             require_allowed(outside, f"meta of environment {task.environment}")
         except ConfigError as error:
             raise TaskEnvironmentError(error.message, hint=error.hint) from error
+
+
+def keeps_files(task: Task) -> bool:
+    """Return whether the environment of a task has files that can be kept; False if it is not here."""
+    if task.environment is None:
+        return False
+    try:
+        return ENVIRONMENTS.get(task.environment).state == ToolState.SNAPSHOT
+    except ConfigError:
+        return False
 
 
 def environment_of(task: Task) -> Dependency | None:

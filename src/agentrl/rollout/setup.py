@@ -265,10 +265,10 @@ async def open_worker(
         store=store, configs=configs, router=engines, chat_format=chat_format, params=params
     )
     run, containers = configs[RunConfig], configs[ContainerConfig]
+    place = containers.snapshots_to and f"{containers.snapshots_to.rstrip('/')}/{run.run_name}"
     snapshots = Snapshots(
-        containers.snapshots_to or f"{run.output}/snapshots", store.settings.owner,
-        containers.snapshot_mb << 20,
-    )  # fmt: skip
+        place or f"{run.output}/snapshots", store.settings.owner, containers.snapshot_mb << 20
+    )
     async with AsyncExitStack() as stack:
         # Push in this order so that the gateway closes first: its requests use the tools and the engines.
         stack.push_async_callback(router.close)

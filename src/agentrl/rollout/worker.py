@@ -23,7 +23,13 @@ from agentrl.documents.record import Failure, Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, Task
-from agentrl.environments.environment import EnvironmentSession, environment_names, names_of, open_environment
+from agentrl.environments.environment import (
+    EnvironmentSession,
+    environment_names,
+    keeps_files,
+    names_of,
+    open_environment,
+)
 from agentrl.environments.snapshots import Snapshots
 from agentrl.errors import (
     ConfigError,
@@ -155,7 +161,9 @@ class Worker:
         clock.spend(journal.seconds)
         name = claim.task.agent_name or self.agent.agent_name
         agent = await self._import(claim.task, name)
-        files = None if self.snapshots is None else self.snapshots.of(claim.record_id, claim.attempt)
+        files = None
+        if self.snapshots is not None and keeps_files(claim.task):
+            files = self.snapshots.of(claim.record_id, claim.attempt)
         environment = open_environment(claim.task, call_timeout=self.environment_timeout, files=files)
         await self.store.records.advance(claim, RecordStatus.RUNNING)
         async with (
@@ -317,7 +325,7 @@ class Worker:
 
     async def _delete_files(self, claim: Claim) -> None:
         """Delete the snapshots of a trajectory that nobody goes on with."""
-        if self.snapshots is not None and claim.task.environment is not None:
+        if self.snapshots is not None and keeps_files(claim.task):
             await self.snapshots.delete(claim.record_id)
 
     async def _fail(self, claim: Claim, kind: str, why: Exception | str) -> None:

@@ -17,6 +17,7 @@ from rootfs_here import rootfs_problem, sh
 
 from agentrl.worlds.containers.changes import Changes, NotKeptError
 from agentrl.worlds.containers.container import CONTAINERS, Container, ContainerSpec, FilesTooLargeError
+from agentrl.worlds.harbor.environment import prepare_logs
 
 pytestmark = [
     pytest.mark.integration,
@@ -189,3 +190,8 @@ async def test_what_no_archive_restores_is_not_kept(
     with pytest.raises(NotKeptError, match=re.escape(why)):
         await changes.save(tmp_path / "kept.tar", 1 << 20)
     assert not (tmp_path / "kept.tar").exists()
+
+
+async def test_the_folders_of_a_harbor_task_are_made(box: Container) -> None:
+    await prepare_logs(box)
+    assert (await sh(box, "cd /logs; echo *")).stdout == "agent artifacts verifier\n"

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import tarfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -36,9 +37,9 @@ _PACK: Final = (
 _CLEAR: Final = f"rm -rf {_STAGE}"
 _DELETE: Final = 'while IFS= read -r name; do rm -rf -- "/$name"; done'
 _ROOT: Final = "0"
-_LIST_BYTES: Final = 128 << 20
+_LIST_BYTES: Final = 64 << 20
 _DELETED_BYTES: Final = 16 << 20
-_SECONDS: Final = 300.0
+_SECONDS: Final = 120.0
 _BLOCK: Final = 512
 _OF_BACK_END: Final = frozenset({"", "dev/shm", "etc/hosts", "etc/hostname", "etc/resolv.conf"})
 """Files that the back end mounts, or writes for each container."""
@@ -93,7 +94,7 @@ class Changes:
                     said = _why(done, f"exit code {done.exit_code}")
                     raise NotKeptError(f"they have more than {limit:,} bytes, or cannot be read: {said}")
                 await self._container.copy(packed, out_of=_STAGE, limit=limit)
-            await asyncio.to_thread(_join, archive, packed if changed else None, deleted)
+            await asyncio.to_thread(join, archive, packed if changed else None, deleted, limit)
         except FilesTooLargeError as error:
             raise NotKeptError(f"they have more than {limit:,} bytes") from error
         finally:
@@ -107,7 +108,7 @@ class Changes:
         try:
             try:
                 deleted, has_changes = await asyncio.to_thread(_split, archive, packed)
-            except (tarfile.TarError, ValueError, KeyError) as error:
+            except (tarfile.TarError, ValueError, OverflowError, KeyError) as error:
                 raise ToolServerError(f"the archive of a container cannot be read: {error}") from error
             if deleted:
                 done = await self._shell(_DELETE, stdin="".join(f"{name}\n" for name in deleted).encode())
@@ -171,23 +172,33 @@ def _kind(status: str) -> str:
     return status.partition("|")[0][:-3]
 
 
-def _join(archive: Path, packed: Path | None, deleted: list[str]) -> None:
-    """Write an archive of the changes that a container has packed, and of the names that are gone."""
+def join(archive: Path, packed: Path | None, deleted: Sequence[str], limit: int) -> None:
+    """Write an archive of the changes that a container has packed, and of the names that are gone.
+
+    What it has packed may be anything. Raises NotKeptError if it is not a file of at most ``limit`` bytes.
+    """
+    content = json.dumps(deleted).encode()
+    if len(content) > _DELETED_BYTES:
+        raise NotKeptError(f"{len(deleted):,} files are gone")
     with tarfile.open(archive, "w", format=tarfile.GNU_FORMAT) as target:
-        content = json.dumps(deleted).encode()
-        member = tarfile.TarInfo(_DELETED)
-        member.size = len(content)
-        target.addfile(member, io.BytesIO(content))
+        target.addfile(_member(_DELETED, len(content)), io.BytesIO(content))
         if packed is None:
             return
-        with tarfile.open(packed, "r:") as source:
-            for found in source:
-                if os.path.normpath(found.name) == _CHANGES and found.isreg():
-                    member = tarfile.TarInfo(_CHANGES)
-                    member.size = found.size
-                    target.addfile(member, source.extractfile(found))
-                    return
-        raise NotKeptError("the container has packed nothing")
+        try:
+            with tarfile.open(packed, "r:") as source:
+                found = next(each for each in source if os.path.normpath(each.name) == _CHANGES)
+                # Refuse a sparse file too: a few bytes of it may stand for any number.
+                if not found.isreg() or found.issparse() or found.size > limit:
+                    raise NotKeptError(f"the container has packed no file of at most {limit:,} bytes")
+                target.addfile(_member(_CHANGES, found.size), source.extractfile(found))
+        except (tarfile.TarError, ValueError, OverflowError, StopIteration) as error:
+            raise NotKeptError("the container has packed nothing that can be read") from error
+
+
+def _member(name: str, size: int) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    member.size = size
+    return member
 
 
 def _split(archive: Path, packed: Path) -> tuple[list[str], bool]:

@@ -92,9 +92,14 @@ async def prepare_logs(container: Container) -> None:
     await control(container, f"mkdir -p {folders} && chmod 0777 {folders}")
 
 
+def root_of(container: Container) -> str | None:
+    """Return root where commands may have another user than the container."""
+    return ROOT if container.takes_users else None
+
+
 async def control(container: Container, line: str, seconds: float = _CONTROL_SECONDS) -> Execution:
-    """Run a shell line as root. Raises TaskEnvironmentError if it fails."""
-    done = await container.run(["/bin/sh", "-c", line], seconds=seconds, user=ROOT, workdir="/")
+    """Run a shell line as root where that is possible. Raises TaskEnvironmentError if it fails."""
+    done = await container.run(["/bin/sh", "-c", line], seconds=seconds, user=root_of(container), workdir="/")
     if not done.succeeded:
         raise TaskEnvironmentError(
             f"`{line}` failed in the container: {(done.stderr or done.stdout).strip()[-300:]}",
@@ -196,7 +201,8 @@ _BASH_SECONDS: Final = 60.0
 _LONGEST_BASH_SECONDS: Final = 3600.0
 _SHOWN_BYTES: Final = 32 << 10
 _SPARE_SECONDS: Final = 120.0
-_SNAPSHOT_SECONDS: Final = 900.0
+_SNAPSHOT_SECONDS, _RESTORE_SECONDS = 180.0, 900.0
+"""The next command waits for a snapshot, and only for a while: without it the commands are run again."""
 _SNAPSHOT_BYTES: Final = 8 << 20
 """Largest working directory whose changes are shown."""
 _SOLUTION: Final = "/solution"
@@ -234,7 +240,7 @@ class Harbor(Environment):
             "setup": build + check_seconds,
             "bash": _LONGEST_BASH_SECONDS + _SPARE_SECONDS,
             "snapshot": _SNAPSHOT_SECONDS,
-            "restore": _SNAPSHOT_SECONDS,
+            "restore": _RESTORE_SECONDS,
             "reward": 2
             * (toml.verifier.timeout_sec + (build + check_seconds) * (1 + toml.verifier.is_separate)),
         }
@@ -275,6 +281,10 @@ class Harbor(Environment):
                     await self._work.begin()
                 except NotKeptError as error:
                     self._unkept = error
+                except ToolServerError as error:
+                    if error.outage is not None:
+                        raise
+                    self._unkept = NotKeptError(error.message)
 
     async def snapshot(self, archive: Path, limit: int) -> None:
         """Archive what commands have changed in the container. Raises NotKeptError."""
@@ -417,7 +427,7 @@ class Harbor(Environment):
             else:
                 line = f'rm -rf {_FROM} && mkdir {_FROM} && cp -a -- "$1" {_FROM}/'
                 stage = ["/bin/sh", "-c", line, "sh", path]
-                await worked_in.run(stage, seconds=_SPARE_SECONDS, user=ROOT)
+                await worked_in.run(stage, seconds=_SPARE_SECONDS, user=root_of(worked_in))
                 target = posixpath.dirname(path)
                 await worked_in.copy(archive, out_of=_FROM)
         except FileNotFoundError:

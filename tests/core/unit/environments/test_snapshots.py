@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_documents import made_task
+from s3_here import s3_folder
 
-from agentrl.base.folder_owner import Owner
+from agentrl.base.folder_owner import OWNER_FILE, Owner
 from agentrl.documents.status import ToolState
 from agentrl.environments.environment import Environment, EnvironmentSession, environment, open_environment
 from agentrl.environments.snapshots import Snapshots
 from agentrl.errors import ConfigError
+from agentrl.weights.storage import folder_names, name_of
 
 RUN, OTHER = (Owner(run=name, id=name, server="s") for name in ("run", "other"))
 LIMIT = 1000
 
 
-def snapshots(root: Path, owner: Owner = RUN) -> Snapshots:
+@pytest.fixture(params=["folder", "s3"])
+def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "folder":
+        yield str(tmp_path / "kept")
+    else:
+        with s3_folder(monkeypatch) as url:
+            yield url
+
+
+def snapshots(root: str | Path, owner: Owner = RUN) -> Snapshots:
     async def found() -> Owner:
         return owner
 
@@ -70,8 +81,8 @@ async def desk(kept: Snapshots | None, attempt: int = 1, record: str = "train/0/
     return session
 
 
-async def test_a_new_session_goes_on_with_the_files_of_one_that_is_gone(tmp_path: Path) -> None:
-    first = await desk(snapshots(tmp_path / "kept"))
+async def test_a_new_session_goes_on_with_the_files_of_one_that_is_gone(root: str) -> None:
+    first = await desk(snapshots(root))
     assert await first.snapshot() is None, "nothing has changed"
     references = []
     for paper in "abcd":
@@ -80,12 +91,12 @@ async def test_a_new_session_goes_on_with_the_files_of_one_that_is_gone(tmp_path
         assert await first.snapshot() == references[-1], "the same again, without a second archive"
     assert len(set(references)) == 4
     for reference, papers in ((references[3], "a,b,c,d"), (references[2], "a,b,c")):
-        second = await desk(snapshots(tmp_path / "kept"), attempt=2)
+        second = await desk(snapshots(root), attempt=2)
         assert reference is not None
         assert await second.restore(reference)
         assert await second.snapshot() == reference
         assert (await second.call("read", {})).text == papers
-    third = await desk(snapshots(tmp_path / "kept"), attempt=2)
+    third = await desk(snapshots(root), attempt=2)
     assert not await third.restore(str(references[0])), "only the last two stay"
 
 
@@ -146,24 +157,24 @@ async def test_a_call_waits_for_the_snapshot_of_those_before_it(tmp_path: Path) 
     assert (await second.call("read", {})).text == "a"
 
 
-async def test_the_folder_is_the_runs_and_another_run_keeps_nothing_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_the_place_is_the_runs_and_another_run_keeps_nothing_there(
+    root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session = await desk(snapshots(tmp_path))
+    session = await desk(snapshots(root))
     await session.call("add", {"paper": "a"})
     assert await session.snapshot()
-    other = await desk(snapshots(tmp_path, OTHER))
+    other = await desk(snapshots(root, OTHER))
     await other.call("add", {"paper": "a"})
     assert await other.snapshot() is None
     assert "belongs to run 'run'" in caplog.records[-1].why  # type: ignore[attr-defined]
-    await snapshots(tmp_path, OTHER).delete("train/0/t/0/1")
-    assert await (await desk(snapshots(tmp_path))).restore(str(await session.snapshot()))
+    await snapshots(root, OTHER).delete("train/0/t/0/1")
+    assert await (await desk(snapshots(root))).restore(str(await session.snapshot()))
     with pytest.raises(ConfigError, match="a web server lists no files"):
         Snapshots("https://files.example/kept", lambda: asyncio.sleep(0, RUN), LIMIT)
 
 
-async def test_what_trajectories_leave_is_deleted_and_swept(tmp_path: Path) -> None:
-    kept = snapshots(tmp_path)
+async def test_what_trajectories_leave_is_deleted_and_swept(root: str) -> None:
+    kept = snapshots(root)
     records = [f"train/0/t/{number}/1" for number in range(3)]
     for record in records:
         session = await desk(kept, record=record)
@@ -171,15 +182,14 @@ async def test_what_trajectories_leave_is_deleted_and_swept(tmp_path: Path) -> N
         await session.snapshot()
     await kept.delete(records[0])
     await kept.delete("train/0/never/0/1")
-    (tmp_path / "of somebody").mkdir()
     asked: list[set[str]] = []
 
     async def unfinished(found: Collection[str]) -> Collection[str]:
         asked.append(set(found))
         return {records[1]}
 
-    assert await snapshots(tmp_path).sweep(unfinished) == 1
+    assert await snapshots(root).sweep(unfinished) == 1
     assert asked == [set(records[1:])]
-    left = {path.name for path in tmp_path.iterdir() if path.is_dir()}  # noqa: ASYNC240
-    assert left == {"of somebody", Path(kept.folder_of(records[1])).name}
-    assert await snapshots(tmp_path / "none").sweep(unfinished) == 0
+    left = set(await folder_names(root))
+    assert left == {OWNER_FILE, name_of(kept.folder_of(records[1]))}
+    assert await snapshots(f"{root}/none").sweep(unfinished) == 0

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fake_store import FakeStore
+from s3_here import s3_folder
 from safetensors.torch import load_file, save_file
 
 from agentrl.base.atomic_folder import begin_folder
@@ -88,22 +89,8 @@ def web_root(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def s3_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "a",
-        "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    storage._system.cache_clear()
-    import fsspec
-
-    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(f"weights-{port}")
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-    yield f"s3://weights-{port}/run"
-    storage._system.cache_clear()
-    server.stop()
+    with s3_folder(monkeypatch) as url:
+        yield url
 
 
 @pytest.fixture(params=["folder", "s3", "http"])
