@@ -32,7 +32,7 @@ from agentrl.documents.model_call import (
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ToolState
 from agentrl.documents.task import Claim
-from agentrl.errors import ContextFullError, ReplayError, StoreError, TrajectoryError
+from agentrl.errors import ContextFullError, FailureError, ReplayError, StoreError, TrajectoryError
 from agentrl.inference.engine import Engine, FinishReason, Generation, Progress
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoredCall
@@ -323,8 +323,14 @@ class TrajectoryCalls:
         if count is None:
             # Leave a snapshot that has the work of calls that the agent has not asked for again.
             count = 0 if self.made and self.made[-1].journal else len(journal.done)
-        if journal.snapshot is None or count == 0 or not await tools.restore(journal.snapshot):
-            return
+        try:
+            if journal.snapshot is None or count == 0 or not await tools.restore(journal.snapshot):
+                return
+        except FailureError as error:
+            if error.outage is not None:
+                raise
+            self._lost = ReplayError(f"the files of the tools cannot be restored: {error.message}")
+            raise self._lost from error
 
         def is_kept(stored: ToolExecution | Event) -> bool:
             if isinstance(stored, ToolExecution):

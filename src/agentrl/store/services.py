@@ -96,8 +96,8 @@ class ListedSampler:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether its last heartbeat is recent."""
-        return self.silent_seconds <= _ALIVE_SECONDS
+        """Return whether its last heartbeat is recent; one of the future is forged."""
+        return 0 <= self.silent_seconds <= _ALIVE_SECONDS
 
     @property
     def state(self) -> str:
@@ -143,14 +143,15 @@ class Samplers(Repository):
     @database_call
     async def all(self) -> list[ListedSampler]:
         """Return the samplers that have not ended, by name; dead ones too."""
-        at = await self._connection.server_time()
         claims = await live_claims(self._connection)
         found = await self._all(SamplerProcess, SAMPLER, {"ended_at": None}, sort=[("_id", ASCENDING)])
+        # Ask for the time last: a heartbeat that comes meanwhile would lie in the future.
+        at = await self._connection.server_time()
         return [
             ListedSampler(
                 process=each,
                 claims=claims.get(each.id, 0),
-                silent_seconds=max(0.0, (at - each.heartbeat).total_seconds()),
+                silent_seconds=(at - each.heartbeat).total_seconds(),
             )
             for each in found
         ]

@@ -15,7 +15,7 @@ from agentrl.calls import journal as journal_module
 from agentrl.calls.journal import Journal
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution
 from agentrl.documents.status import StopReason, ToolState
-from agentrl.errors import TrajectoryError
+from agentrl.errors import ReplayError, ToolServerError, TrajectoryError
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import Agent
 from agentrl.rollout.rollout import Role, Rollout
@@ -292,6 +292,20 @@ async def test_the_last_files_are_restored_and_the_calls_after_them_made_again(
     assert files.restored == [f"files after {restored}"]
     assert len(files.replayed) == replayed
     assert len(second.tools.calls) == (2 if last == "cut off" else 1)
+
+
+async def test_a_trajectory_whose_files_cannot_be_restored_cannot_go_on(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (await kept())[:3]
+
+    async def restore(*_: object) -> bool:
+        raise ToolServerError("the disk is full")
+
+    monkeypatch.setattr(FakeSession, "restore", restore)
+    with pytest.raises(ReplayError, match="cannot be restored: the disk is full"):
+        await Next(before, ADD, ANSWER).run()
+    assert files.replayed == []
 
 
 async def test_files_with_work_that_is_not_asked_for_again_are_left(files: Files) -> None:
