@@ -31,6 +31,8 @@ from agentrl.store.mechanics import lease
 from agentrl.store.mechanics.connection import (
     DATA,
     GATE,
+    GATEWAY_CALL,
+    MODEL_CALL,
     OUTAGE,
     RECORD,
     STEP,
@@ -602,10 +604,12 @@ class ExpiredLeases(Repository):
         Call it in the transaction that ends the claim.
         """
         record = await self._collection(RECORD).find_one(
-            {"_id": lost.record_id}, {"turns": 1, "tool_calls": 1}
+            {"_id": lost.record_id}, {"turns": 1, "tool_calls": 1, "owners": 1}
         )
         turns, tools = (0, 0) if record is None else (int(record["turns"]), int(record["tool_calls"]))
         entries = turns + tools
+        if record is not None and (come_to := await self._come_to(lost, record)) is not None:
+            entries = min(entries, come_to)
         deaths = slot.deaths + 1 if slot.died_at == entries else 1
         fields: Json = {"deaths": deaths, "died_at": entries}
         if deaths < POISON_DEATHS:
@@ -616,6 +620,20 @@ class ExpiredLeases(Repository):
             f" last was {lost.owner}"
         )
         return fields, Failure(kind="poison", message=message)
+
+    async def _come_to(self, lost: Claim, record: Json) -> int | None:
+        """Return how many model calls of a program's trajectory a later owner had come to; else None.
+
+        The program starts again from its beginning, and its tools take their time: its owner may die on the
+        way to where the last one was, and that is another entry.
+        """
+        of_record = {"record": lost.record_id}
+        is_first = lost.attempt == lost.first_attempt
+        if is_first or await self._collection(GATEWAY_CALL).find_one(of_record, {"_id": 1}) is None:
+            return None
+        replayed = sum(own["replayed"] for own in record["owners"] if own["attempt"] == lost.attempt)
+        made = {**of_record, "attempt": lost.attempt}
+        return int(replayed) + await self._collection(MODEL_CALL).count_documents(made)
 
     async def _reap_slot(self, claim: Claim, slot: Slot, expired: Json) -> int:
         # Test the expiry again in the write: a late heartbeat may have renewed the lease since the read.

@@ -292,6 +292,28 @@ async def test_parallel_conversations_get_their_answers_in_any_order(store_with_
     assert (await new.record()).owners[-1].replayed == 18
 
 
+async def test_deaths_on_the_way_to_where_the_program_was_are_not_at_one_entry(
+    store_with_task: Store,
+) -> None:
+    store = store_with_task
+    for turns, status in (
+        (2, "open"), (0, "open"), (1, "open"), (2, "open"), (2, "open"), (1, "open"), (1, "open"),
+        (1, "failed"),
+    ):  # fmt: skip
+        owner, is_lost = Owner(store, ADD), False
+        try:
+            async with owner.open():
+                await add_up(owner, turns)
+                await store.claims.heartbeat([owner.claim], 0.0)
+                assert await store.expired_leases.reap("train") == 1
+        except LeaseLostError:
+            is_lost = True
+        task = await store.tasks.get(owner.claim.task.id)
+        assert task is not None
+        assert (is_lost, task.slots[0].status) == (True, status)
+    assert (await owner.record()).turns == 2
+
+
 async def test_a_program_that_saved_its_conversation_goes_on_from_it(store_with_task: Store) -> None:
     store = store_with_task
     async with Owner(store, ADD).open_and_die() as old:
