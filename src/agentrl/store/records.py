@@ -126,6 +126,16 @@ class Records(Repository):
             raise lease_lost(claim)
 
     @database_call
+    async def count_replayed(self, claim: Claim, tokens: int) -> None:
+        """Count a model call of ``tokens`` that the claim's owner took over."""
+        # Count at once: an owner that dies, or is cancelled, does not come to its end.
+        await self._collection(RECORD).update_one(
+            running_record(claim),
+            {"$inc": {"owners.$[own].replayed": 1, "owners.$[own].tokens": tokens}},
+            array_filters=[{"own.attempt": claim.attempt}],
+        )
+
+    @database_call
     async def get(self, record_id: str) -> Record | None:
         """Return the Record with this ``_id``; None if it does not exist."""
         return await self._one(Record, RECORD, {"_id": record_id})

@@ -191,6 +191,10 @@ async def test_a_trajectory_that_another_owner_continues_is_legal(store: Store, 
     await store.model_calls.add(second, run.call(second, 1, 0, 8))
     assert await violations(store) == []
     assert (await check(store)).checked[Invariant.OWNERS] == {"owners": 2}
+    await store.attempts.release(second)
+    third = await run.claim(store)
+    assert await store.model_calls.drop(third, 1) == 1
+    assert await violations(store) == []  # it went another way at the second turn
 
 
 async def test_an_expired_lease_waits_where_no_sampler_lives(store: Store, weights: Path) -> None:
