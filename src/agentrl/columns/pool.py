@@ -320,6 +320,10 @@ class Pool(Generic[C]):
         logger.info("claims handed back", extra={"claims": len(claims) - len(lost)})
 
 
+OWNER_NAME = r"^(.+)-\d+-[0-9a-f]{6}$"
+"""What ``owner_name`` returns, for Python and MongoDB; the group is the host."""
+
+
 def owner_name() -> str:
     """Return a unique, readable name of this process for claims."""
     return f"{describe_process_id()}-{uuid.uuid4().hex[:6]}"
@@ -327,7 +331,7 @@ def owner_name() -> str:
 
 def host_of(owner: str) -> str | None:
     """Return the host of the process that ``owner_name`` named; None for another name."""
-    found = re.fullmatch(r"(.+)-\d+-[0-9a-f]{6}", owner)
+    found = re.search(OWNER_NAME, owner)
     return None if found is None else found[1]
 
 

@@ -373,7 +373,7 @@ CALL_ROLES = "call_roles"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure(Document):
-    """Why an attempt failed; ``kind`` is engine, tool, harness, scorer, timeout, trajectory or internal."""
+    """Why an attempt failed; ``kind`` is engine, tool, harness, scorer, timeout, trajectory, poison, …"""
 
     kind: str
     message: str

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any
 
+from agentrl.columns.pool import OWNER_NAME
 from agentrl.documents.document import Root
 from agentrl.documents.record import Failure
 from agentrl.documents.status import (
@@ -341,6 +342,8 @@ TRAJECTORIES: list[Json] = [
     ),
 ]
 
+_NAMED: Json = {"$regexFind": {"input": "$owners.owner", "regex": OWNER_NAME}}
+
 OWNERS: list[Json] = [
     NEWEST_FIRST,
     {"$unwind": {"path": "$owners", "includeArrayIndex": "place"}},
@@ -350,6 +353,7 @@ OWNERS: list[Json] = [
         "$project": {
             **as_is("trajectory", "task", "traj_id", "split", "status", "created_at", "place"),
             **fields_of("owners", "owner", "attempt", "since", "until", "ended"),
+            "host": {"$first": {"$getField": {"field": "captures", "input": _NAMED}}},
             "seconds": seconds("$owners.since", "$owners.until"),
             "saved_turns": "$owners.replayed",
             "saved_tokens": "$owners.tokens",

@@ -15,6 +15,7 @@ from test_ages_after_resume import add_groups, publish, statuses
 from test_coalesced_writes import claim_all, make_call
 from test_store_training import finalized, make_step
 
+from agentrl.columns.pool import host_of
 from agentrl.documents.document import Root
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import DataStatus, StepStatus
@@ -72,10 +73,17 @@ async def test_who_sampled_a_trajectory_is_a_row_each_and_summed_up(store: Store
     rows = {row["_id"]: row async for row in store.database["audit_owners"].find({"task": run.TRAINED})}
     one, two = rows[f"{first.record_id}@1"], rows[f"{first.record_id}@2"]
     assert (one["ended"], one["saved_turns"], one["kept_as"]) == ("released", 0, None)
+    assert one["host"] is None
+    named = {"owners.0.owner": "node-a-71-0a1b2c"}
+    await store.database["Record"].update_one({"_id": first.record_id}, {"$set": named})
+    row = await store.database["audit_owners"].find_one({"_id": f"{first.record_id}@1"})
+    assert row["host"] == host_of(row["owner"]) == "node-a"
     assert (two["ended"], two["saved_turns"], two["diverged_at"]) == (None, 1, 1)
     assert two["kept_as"] == f"{run.TRAINED}/0/2"
-    (row,) = [row for row in await Views(store.connection).trajectories() if row.id == first.record_id]
-    assert (row.owners, row.saved_turns, row.saved_tokens, row.dropped_turns) == (2, 1, 4, 1)
+    (whole_row,) = [each for each in await Views(store.connection).trajectories() if each.owners > 1]
+    assert whole_row.id == first.record_id
+    assert (whole_row.owners, whole_row.saved_turns, whole_row.saved_tokens) == (2, 1, 4)
+    assert whole_row.dropped_turns == 1
     whole = await Views(store.connection).whole_trajectory(first.record_id)
     assert whole is not None
     assert [(other.id, other_text(other)) for other in whole.others] == [
