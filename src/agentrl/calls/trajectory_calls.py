@@ -10,9 +10,6 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
-import bson
-from bson.codec_options import CodecOptions
-
 from agentrl.base.concurrency import end_tasks
 from agentrl.calls.journal import Journal
 from agentrl.calls.prompts import Budget, Chain, Prompt, answered_prefixes, prefix_digests, prompt_of
@@ -395,14 +392,14 @@ class TrajectoryCalls:
         """
         found = self.journal.event(name, arguments, () if turn is None else turn.events)
         if found is not None:
-            return found.result
+            return sanitize_bson(found.result)
         self._begin()
         asked = self._asked.setdefault(name, {})
         question = object()
         asked[question] = None
         try:
             started_at, started = now(), time.monotonic()
-            result = _as_stored(await call())
+            result = sanitize_bson(await call())
             # The prompt limits the answer of an environment: one that is too long ends the trajectory there.
             if name != STEP and (size := len(json.dumps(result, default=str))) > _LARGEST_EVENT:
                 raise TrajectoryError(
@@ -454,12 +451,6 @@ class TrajectoryCalls:
         self._require_state()
         for turn in list(self._open):
             await self.close(turn)
-
-
-def _as_stored(value: Any) -> Any:
-    """Return a value as it will be read from the database: times, for one, have milliseconds there."""
-    document = bson.encode({"value": sanitize_bson(value)})
-    return bson.decode(document, CodecOptions(tz_aware=True))["value"]
 
 
 def stored_generation(call: DispatchedSamplingTask) -> Generation:
