@@ -72,6 +72,7 @@ from agentrl.store.mechanics.lease import literal
 from agentrl.store.policy_versions import fenced
 from agentrl.store.records import read_records
 from agentrl.store.settings import Ancestry, Withdrawals
+from agentrl.store.tasks import unfinished_records
 
 _BATCH = 100
 _DEAD = [RecordStatus.FAILED.value, RecordStatus.RELEASED.value, RecordStatus.ABANDONED.value]
@@ -115,7 +116,8 @@ class Retention(Repository):
     ) -> Pruned:  # fmt: skip
         """Delete calls and data of finished trajectories, one transaction per batch.
 
-        A trajectory is finished if it is trained, stale, quarantined, failed, released or abandoned. Data
+        A trajectory is finished if it is trained, stale, quarantined, failed or abandoned, or if it was
+        released and no sampler will go on with it. Data
         that wait to be trained or are planned stay, and those of steps after ``last_step``, which a resume
         may train again. ``older_than_days`` keeps trajectories begun later, by the server's clock.
         ``before_step`` keeps what that step or a later one trained, and what was never trained and begun
@@ -165,7 +167,9 @@ class Retention(Repository):
         async def write() -> Pruned:
             ids = {"_id": {"$in": list(candidates)}}
             chosen = await self._ids(DATA, {**ids, **used})
-            chosen += await self._ids(RECORD, {**ids, **dead})
+            ended = await self._ids(RECORD, {**ids, **dead})
+            # Leave what was released and not ended: its next owner reads these calls.
+            chosen += sorted(set(ended) - await unfinished_records(self._connection, ended))
             if not chosen:
                 return Pruned()
             freed = await self._measure(chosen)

@@ -242,16 +242,7 @@ class Tasks(Repository):
     @database_call
     async def unfinished_records(self, record_ids: Collection[str]) -> set[str]:
         """Return those of some Records that are sampled now, or that the next claim goes on with."""
-        going_on = (SlotStatus.OPEN, SlotStatus.RUNNING)
-        tasks = {record_task(key) for key in record_ids}
-        query = {"_id": {"$in": sorted(tasks)}, "slots.status": {"$in": values(going_on)}}
-        found = {
-            record_key(task.id, slot.traj_id, slot.begun)
-            for task in await self._all(Task, TASK, query)
-            for slot in task.slots
-            if slot.status in going_on and slot.begun is not None
-        }
-        return found & set(record_ids)
+        return await unfinished_records(self._connection, record_ids)
 
     @database_call
     async def any_with_status(self, split: str, *states: TaskStatus) -> bool:
@@ -333,6 +324,20 @@ class Tasks(Repository):
         if copies:
             await collection.bulk_write(copies, ordered=False)
         return left
+
+
+async def unfinished_records(connection: Connection, record_ids: Collection[str]) -> set[str]:
+    """Return those of some Records that are sampled now, or that the next claim goes on with."""
+    going_on = values((SlotStatus.OPEN, SlotStatus.RUNNING))
+    tasks = {record_task(key) for key in record_ids}
+    query = {"_id": {"$in": sorted(tasks)}, "slots.status": {"$in": going_on}}
+    found = {
+        record_key(task["_id"], slot["traj_id"], slot["begun"])
+        async for task in connection.collection(TASK).find(query, {"slots": 1})
+        for slot in task["slots"]
+        if slot["status"] in going_on and slot.get("begun") is not None
+    }
+    return found & set(record_ids)
 
 
 def _batches(tasks: Sequence[Task], indices: Sequence[int]) -> Iterator[list[tuple[int, Task]]]:
