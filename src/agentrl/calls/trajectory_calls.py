@@ -263,7 +263,7 @@ class TrajectoryCalls:
             found = self.journal.execution(turn.journal, call.name, call.arguments)
             if found is not None:
                 if not found.finished:
-                    found = replace(found, result=_INTERRUPTED, error=True)
+                    found = replace(found, result=_INTERRUPTED, error=True, attempt=self.attempt)
                     turn.change()
                 tools.recall(found)
                 turn.executions.append(found)

@@ -359,7 +359,7 @@ class ToolExecution(Document):
     """The images that the tool returned and the model reads, behind the text."""
     started_at: datetime | None = None
     attempt: int | None = None
-    """The claim that ran it: one of ``Record.owners``."""
+    """The claim that ran it, or that found it unfinished: one of ``Record.owners``."""
     finished: bool = True
     """False: its owner died or lost it before it ended, so that it may have taken effect."""
 

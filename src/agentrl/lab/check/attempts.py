@@ -314,7 +314,8 @@ def _writers(
         elif attempt is not None:
             if of_tools and min(of_tools) < attempt:
                 yield CheckProblem(what, "tool calls after it", f"from attempt {attempt} on", min(of_tools))
-            until, made = owners[attempt].get("until"), call["created_at"]
+            # Ask for the last writer: a later owner writes it again when it has run its tools.
+            until, made = owners[max([attempt, *of_tools])].get("until"), call["created_at"]
             if until is not None and made > until + timedelta(seconds=clock_skew_seconds):
                 yield CheckProblem(what, "made while its owner had the Record", f"until {until}", made)
 
