@@ -271,8 +271,8 @@ class GatewayCall(Root):
 
     id: str
     record: str
-    attempt: int
-    """The claim under which it came: one of ``Record.owners``."""
+    attempt: int = 0
+    """The claim under which it came: one of ``Record.owners``; 0 in requests of older versions."""
     digest: str
     number: int
     answer_id: str
