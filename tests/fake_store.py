@@ -59,6 +59,8 @@ class FakeStore:
         self.statistics: dict[str, TokenStatistics] = {}
         self.needed_versions: set[int] = set()
         """Versions that evaluations need."""
+        self.oldest_version: int | None = None
+        """The oldest version of a token of an unfinished group."""
         self.trainer_lease = _TrainerLease(self)
         self.attempt = 0
         self.discarded: tuple[str, ...] = ()
@@ -218,6 +220,9 @@ class _Steps(_Part):
 
 
 class _Groups(_Part):
+    async def oldest_version(self, split: str) -> int | None:
+        return self.store.oldest_version
+
     async def count_open(self, split: str) -> int:
         return self.store.unfinished_groups
 

@@ -34,6 +34,7 @@ from agentrl.documents.model_call import (
 )
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.task import Claim
 from agentrl.documents.training import DBRecordData
 from agentrl.gateway.app import GatewayHost
 from agentrl.inference.engine import EncodedIds, Generation, Progress
@@ -91,8 +92,10 @@ def bpe_format() -> ChatFormat:
 class SpellingEngine(ScriptedEngine):
     """Answers one token a letter: encoding the text again would give other ids."""
 
-    def __init__(self, script: Callable[[str], str]) -> None:
+    def __init__(self, script: Callable[[str], str], hangs_at: int | None = None) -> None:
         super().__init__(bpe_format(), script)
+        self.hangs_at = hangs_at
+        self.hangs = asyncio.Event()
 
     async def generate(
         self,
@@ -105,6 +108,9 @@ class SpellingEngine(ScriptedEngine):
         routed_from: int | None = None,
     ) -> Generation:
         """Answer the script's text for a prompt, and stop."""
+        if self.hangs_at is not None and len(self.prompts) >= self.hangs_at:
+            self.hangs.set()
+            await asyncio.Event().wait()
         answer = self.script[0]
         assert callable(answer)
         tokenizer = bpe_tokenizer()
@@ -131,10 +137,15 @@ def call(tool: str, /, **arguments: object) -> str:
 class InstalledRun:
     """One trajectory of an installed harness, as ``agentrl sample`` runs it."""
 
-    def __init__(self, store: Store, config: Path, script: Callable[[str], str], **agent: int) -> None:
+    def __init__(
+        self, store: Store, config: Path, script: Callable[[str], str], *, hangs_at: int | None = None,
+        **agent: int,
+    ) -> None:  # fmt: skip
+        """The engine never ends its call number ``hangs_at``, counted from 0, and those after it."""
         limits: dict[str, Any] = {**LIMITS, **agent}
         self.store = store
-        self.engine = SpellingEngine(script)
+        self.engine = SpellingEngine(script, hangs_at)
+        self.claim: Claim
         self.host = GatewayHost(answerer_of(store, self.engine, **limits), GatewayConfig())
         self.worker = Worker(
             store=store, router=self.engine, tools=FakeTools(), chat_format=self.engine.chat_format,
@@ -148,8 +159,10 @@ class InstalledRun:
     async def run(self, query: str, answer: str) -> Record:
         """Run a trajectory to its score; return its Record."""
         await self.store.tasks.load([replace(gateway_task(slots=1), query=query, answer=answer)])
-        claim = await self.store.claims.claim(split="train", owner="me", lease_seconds=600)
+        owner = f"owner {id(self)}"
+        claim = await self.store.claims.claim(split="train", owner=owner, lease_seconds=600)
         assert claim is not None
+        self.claim = claim
         try:
             await self.worker.run(claim)
         finally:

@@ -175,6 +175,9 @@ class _Writes:
     async def flush(self) -> None:
         """Nothing waits."""
 
+    async def note_snapshot(self, call: Turn) -> None:
+        """The call has it."""
+
 
 class MemoryImages:
     """Images of a process without a database."""

@@ -5,9 +5,11 @@
 Four samplers run 64 trajectories against an engine and a tool of other processes. ``undisturbed``: 20 turns,
 a tool of one second. ``killed``: the same, and a random sampler is killed by SIGKILL every 15 seconds.
 ``short_lived``: 40 turns, a tool of two seconds, and no sampler lives longer than 60 seconds, which is less
-than a trajectory takes. A killed sampler is replaced at once. Engine and tool count what they did, for
-whomever; scoring is instant. Exits with 1 if a killed run costs more than 1.1 × the undisturbed one, or if a
-trajectory of the short-lived samplers gets no score in time.
+than a trajectory takes. ``program`` and ``program_killed``: 96 trajectories of 10 turns, each a program of
+its own behind the gateway of its sampler, which runs the tool itself; a kill every 8 seconds. A killed
+sampler is replaced at once. Engine and tool count what they did, for whomever; scoring is instant. Exits
+with 1 if a killed run costs more than 1.1 × the undisturbed one, of programs 1.2 ×, or if a trajectory of
+the short-lived samplers gets no score in time.
 """
 
 from __future__ import annotations
@@ -62,19 +64,26 @@ class Case:
     """Time between two kills of a random sampler; None: there are none."""
     lifetime: float | None = None
     """Age at which each sampler is killed; None: never."""
+    is_program: bool = False
+    """Each trajectory is a process of its own, ``durable_program.py``, behind the gateway of its sampler."""
 
 
+_PROGRAM = Case(turns=10, tool=1.0, trajectories=96, concurrency=6, is_program=True)
 _TWENTY = Case(turns=20, tool=1.0, concurrency=4)
 CASES = {
     "undisturbed": _TWENTY,
     "killed": replace(_TWENTY, kill_every=15.0),
     "short_lived": Case(turns=40, tool=2.0, concurrency=16, lifetime=60.0, limit=360.0),
+    "program": _PROGRAM,
+    "program_killed": replace(_PROGRAM, kill_every=8.0),
 }
 _SHORT = Case(turns=6, tool=0.5, trajectories=8, samplers=2, concurrency=2, lease=4.0, limit=60.0)
 QUICK = {
     "undisturbed": _SHORT,
     "killed": replace(_SHORT, kill_every=4.0),
     "short_lived": replace(_SHORT, turns=12, concurrency=4, lifetime=8.0, limit=40.0),
+    "program": replace(_SHORT, is_program=True),
+    "program_killed": replace(_SHORT, is_program=True, kill_every=4.0),
 }
 
 
@@ -155,7 +164,8 @@ def make_tasks(case: Case) -> list[Task]:
         Task(
             id=task_key("train", 0, f"{number:03d}"), task_id=f"{number:03d}", split="train", epoch=0,
             order=number, query=f"Question {number}: who wrote the book?", answer="1", scorer="exact",
-            agent_name="react", slots=tuple(Slot(traj_id=each) for each in range(GENERATIONS)),
+            agent_name="command" if case.is_program else "react",
+            slots=tuple(Slot(traj_id=each) for each in range(GENERATIONS)),
         )
         for number in range(case.trajectories // GENERATIONS)
     ]  # fmt: skip
@@ -185,11 +195,11 @@ async def measure(uri: str, model: str, folder: Path, name: str, case: Case, see
                 samplers.stop()
                 beats.cancel()
             counts = await _counts(url)
-        short = await store.database["Record"].count_documents(
-            {"score": {"$ne": None}, "turns": {"$ne": case.turns}}
-        )
-        if short:
-            raise SystemExit(f"{short} scored trajectories do not have {case.turns} turns")
+        whole = await store.database["Record"].count_documents({"score": 1.0, "turns": case.turns})
+        if whole < scored:
+            raise SystemExit(
+                f"{scored - whole} of {scored} trajectories are not {case.turns} turns long and right"
+            )
         await store.database.client.drop_database(store.database.name)
     return Outcome(scored=scored, seconds=seconds, kills=samplers.kills, counts=counts)
 
@@ -236,26 +246,39 @@ def _flags(run: RunConfig, url: str, model: str, folder: Path, case: Case) -> li
         "max_attempts": 1000,
         "log_dir": folder / "logs", "output_dir": folder / "output",
     }  # fmt: skip
+    if case.is_program:
+        words = [sys.executable, str(HERE / "durable_program.py"), str(case.tool)]
+        path = folder / "program.yml"
+        path.write_text(json.dumps({"command": words, "visible": [str(HERE)]}), encoding="utf-8")
+        flags["agent_cfg_path"] = path
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
 def rows(found: Mapping[str, Outcome], cases: Mapping[str, Case]) -> list[Row]:
     """Return the lines of the table."""
     lines: list[Row] = []
-    if "undisturbed" in found and "killed" in found:
-        calm, killed = found["undisturbed"], found["killed"]
-        for name, what in (("tokens", "generated tokens"), ("tool_seconds", "tool seconds")):
+    counted = (("tokens", "generated tokens"), ("tool_seconds", "tool seconds"))
+    # The tools of programs are their own: nobody counts them.
+    for calmly, disturbed, names, target in (
+        ("undisturbed", "killed", counted, 1.1), ("program", "program_killed", counted[:1], 1.2),
+    ):  # fmt: skip
+        if calmly not in found or disturbed not in found:
+            continue
+        calm, killed = found[calmly], found[disturbed]
+        whose = " of a program" if cases[calmly].is_program else ""
+        for name, what in names:
             ours, baseline = killed.each(name), calm.each(name)
             lines.append(
                 Row(
-                    what=f"{what} a scored trajectory, {killed.kills} kills", ours=f"{ours:.1f}",
-                    baseline=f"{baseline:.1f}", ratio=ours / baseline, target=1.1, more=False,
+                    what=f"{what} a scored trajectory{whose}, {killed.kills} kills", ours=f"{ours:.1f}",
+                    baseline=f"{baseline:.1f}", ratio=ours / baseline, target=target, more=False,
                 )
             )  # fmt: skip
         lines.append(
             Row(
-                what=f"seconds until all are scored, {killed.kills} kills", ours=f"{killed.seconds:.0f}",
-                baseline=f"{calm.seconds:.0f}", ratio=killed.seconds / calm.seconds,
+                what=f"seconds until all are scored{whose}, {killed.kills} kills",
+                ours=f"{killed.seconds:.0f}", baseline=f"{calm.seconds:.0f}",
+                ratio=killed.seconds / calm.seconds,
             )
         )  # fmt: skip
     if "short_lived" in found:

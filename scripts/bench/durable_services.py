@@ -87,7 +87,7 @@ class Services:
         if path.endswith(b"/tools"):
             parameters = {"type": "object", "properties": {"query": {"type": "string"}}}
             function = {"name": "look", "description": "Looks a page up.", "parameters": parameters}
-            return {"tools": [{"type": "function", "function": function}]}
+            return {"tools": [{"type": "function", "function": function, "state": "stateless"}]}
         began = time.perf_counter()
         await asyncio.sleep(self._tool_seconds)
         self.counts["tool_calls"] += 1

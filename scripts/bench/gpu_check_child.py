@@ -218,10 +218,10 @@ def _fake_gpu() -> Iterator[Any]:
     from fake_gpu.fake_step import _eager_flex, _real_meshes
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from agentrl.distributed import build_policy
     from agentrl.distributed.mesh import Layout, Mesh
     from agentrl.model import load
     from agentrl.model.load import allocate
-    from agentrl.train import build
 
     def load_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
         model = load.empty_model(folder, config, dtype)
@@ -239,7 +239,7 @@ def _fake_gpu() -> Iterator[Any]:
             (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=FAKE_BYTES)),
             (torch.nn.Module, "to", lambda module, *given: module),  # it is there already
             (load, "load_model", load_model),
-            (build, "check_model", lambda model: None),
+            (build_policy, "check_model", lambda model: None),
             (Mesh, "sum_reports", lambda mesh, report: report),
         ):
             stack.enter_context(mock.patch.object(place, name, value))

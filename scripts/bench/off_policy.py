@@ -89,7 +89,7 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def build_trainer(model: Qwen3ForCausalLM, variant: str) -> PolicyTrainer:
+def build_trainer(model: Qwen3ForCausalLM, variant: str, max_tokens: int = 4096) -> PolicyTrainer:
     """Return a trainer of ``model`` with the flags of ``variant``."""
     config = OptimConfig(learning_rate=LEARNING_RATE, max_grad_norm=1.0)
     optimizer = build_optimizer(model, config)
@@ -100,7 +100,7 @@ def build_trainer(model: Qwen3ForCausalLM, variant: str) -> PolicyTrainer:
         scheduler=build_scheduler(optimizer, config, None),
         settings=LossSettings(loss_calculater="GRPO", **VARIANTS[variant]),
         options=ForwardOptions(),
-        max_tokens=4096,
+        max_tokens=max_tokens,
         prefix_merging="group",
         max_grad_norm=config.max_grad_norm,
     )

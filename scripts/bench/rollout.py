@@ -82,6 +82,12 @@ def measure(uri: str, model: str, work: Workload, profile: str | None = None) ->
     return {**found, "latencies": latencies}
 
 
+def commands_row(found: dict[str, Any], work: Workload) -> Row:
+    """Return the line of the database's work for one trajectory."""
+    what = f"MongoDB commands a trajectory of {work.turns} turns"
+    return Row(what=what, ours=f"{found['commands']:.1f}", baseline="–", ratio=None)
+
+
 def row(name: str, found: dict[str, Any]) -> Row:
     """Return the line of one workload; its ratio is to the target."""
     if name == "together":
@@ -124,10 +130,12 @@ def main(argv: list[str]) -> int:
     with database() as (folder, uri):
         model = options.model or make_model(folder)
         if options.quick:  # one run has all figures
-            found = measure(uri, model, QUICK, options.profile)
-            rows = [row(name, found) for name in options.only]
+            found = dict.fromkeys(options.only, measure(uri, model, QUICK, options.profile))
         else:
-            rows = [row(name, measure(uri, model, WORKLOADS[name], options.profile)) for name in options.only]
+            found = {name: measure(uri, model, WORKLOADS[name], options.profile) for name in options.only}
+        rows = [row(name, found[name]) for name in options.only]
+        work = dict.fromkeys(WORKLOADS, QUICK) if options.quick else WORKLOADS
+        rows += [commands_row(found[name], work[name]) for name in options.only if name == "cpu-6k"]
     return finish("rollouts", rows, quick=options.quick, file=options.json)
 
 

@@ -25,8 +25,9 @@ from agentrl.documents.task import Slot, Task, task_key
 from agentrl.rollout.housekeeping import GroupFinalizer, collect_garbage_less_often
 from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import open_worker, sampler_config
-from agentrl.store.client import open_store
+from agentrl.store.client import Store, open_store
 
+_WATCHING = ("hello", "isMaster", "ping", "serverStatus")
 _RESULT = " ".join(random.Random(1).choices(WORDS, k=60))
 
 
@@ -82,9 +83,11 @@ async def main(options: dict[str, Any]) -> dict[str, Any]:
                 sampler_config(configs, "train", epochs=1),
                 _unlimited,
             )
+            commands = await _commands(store)
             began, cpu = time.perf_counter(), _cpu()
             await sampler.run(asyncio.Event())
             seconds, cpu = time.perf_counter() - began, _cpu() - cpu
+            commands = await _commands(store) - commands
         trajectories = options["groups"] * options["generations"]
         found = await store.database["Record"].count_documents(
             {"status": {"$in": ["ready", "abandoned"]}, "turns": options["turns"]}
@@ -94,7 +97,19 @@ async def main(options: dict[str, Any]) -> dict[str, Any]:
             raise RuntimeError(f"{found} of {trajectories} trajectories are whole, {calls} calls are stored")
         await store.database.client.drop_database(options["run"])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"cpu": cpu, "seconds": seconds, "turns": calls, "peak_bytes": peak}
+    return {
+        "cpu": cpu, "seconds": seconds, "turns": calls, "peak_bytes": peak,
+        "commands": commands / trajectories,
+    }  # fmt: skip
+
+
+async def _commands(store: Store) -> int:
+    """Return how many commands the server has run, without those by which a driver watches it."""
+    status = await store.database.client.admin.command("serverStatus")
+    commands = status["metrics"]["commands"]
+    # Beside the commands stands the number of unknown ones.
+    counted = [name for name in commands if name not in (*_WATCHING, "<UNKNOWN>")]
+    return sum(commands[name]["total"] for name in counted)
 
 
 async def _unlimited() -> int:

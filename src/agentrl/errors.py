@@ -11,6 +11,7 @@ AgentRLError
 │   ├── SchemaVersionError      another AgentRL wrote the run
 │   ├── LeaseHeldError          another process holds the lease
 │   └── LeaseLostError          the lease behind a write has expired
+├── ColumnError                 a column can never have its values, however often it is tried
 ├── ForestError                 training data are not a token forest
 ├── PublishError                weights could not be written or do not match their checksums
 ├── TrainingError               no data came in time, or the loss is not finite
@@ -179,6 +180,10 @@ class SchemaVersionError(StoreError):
 
 class LeaseLostError(StoreError):
     """The lease behind a write has expired or has another owner; nothing was written."""
+
+
+class ColumnError(AgentRLError):
+    """A column can never have its values: it is given up at once, and its Record is abandoned by name."""
 
 
 class ForestError(AgentRLError):

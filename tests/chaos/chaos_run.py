@@ -30,6 +30,8 @@ _TASKS = 24
 _BUILD_SECONDS = 300.0
 _SCORER = "chaos.scoring:slow_score"
 _AGENT = "chaos.notes:stamped"
+_STOPS = list(range(3, 400, 5))
+"""Ids at which the random model ends a turn, so that few are cut: a turn that is cut calls no tool."""
 
 _FLAGS = {
     "num_train_epochs": MANY_EPOCHS,
@@ -38,11 +40,11 @@ _FLAGS = {
     "agent_name": _AGENT,
     "tools": "chaos.notes:note",
     "tool_call_parser": "chaos.notes:EveryText",
-    "max_turns": 3,
+    "max_turns": 4,
     "max_prompt_tokens": 640,
     "prompt_reserve_tokens": 32,
-    "max_new_tokens": 12,
-    "preferred_sampling_params": '{"temperature": 1.0, "top_p": 1.0}',
+    "max_new_tokens": 32,
+    "preferred_sampling_params": json.dumps({"temperature": 1.0, "top_p": 1.0, "stop_token_ids": _STOPS}),
     "max_concurrent_samples_per_process": 4,
     "max_staleness": 2,
     "lease_seconds": LEASE_SECONDS,

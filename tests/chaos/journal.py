@@ -87,13 +87,12 @@ class CallWatcher:
 
     async def look(self, query: dict[str, Any]) -> None:
         """Compare the Records of ``query`` and their calls with what was seen of them before."""
-        database = self._store.database
         # Read the Records first: a call is there whenever a Record names it, not the other way round.
-        paths = {
-            record["_id"]: record["traj"] async for record in database["Record"].find(query, {"traj": 1})
-        }
+        records = self._database["Record"].find(query, {"traj": 1})
+        paths = {record["_id"]: record["traj"] async for record in records}
+        calls = self._database["DispatchedSamplingTask"].find({"record": {"$in": list(paths)}})
         stored: dict[str, dict[str, Any]] = {}
-        async for call in database["DispatchedSamplingTask"].find({"record": {"$in": list(paths)}}):
+        async for call in calls:
             stored[call["_id"]] = call
             self._compare_call(call)
         for record, path in paths.items():

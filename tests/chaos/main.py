@@ -138,6 +138,8 @@ async def _run(
         seconds = time.monotonic() - started
         watching[0].cancel()
         finished = await _finish(store, injector.actors)
+        if watching[1].done():  # it ends by an error alone
+            await watching[1]
     finally:
         await end_tasks(*watching)
         await asyncio.gather(*(actor.stop(_INTERRUPTED_SECONDS) for actor in actors))

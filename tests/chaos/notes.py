@@ -18,7 +18,7 @@ from agentrl.rollout.rollout import current_rollout
 LOG = "AGENTRL_CHAOS_NOTES"
 """The environment variable with the path of the tool's log."""
 
-_NOTE_SECONDS = 0.3
+_NOTE_SECONDS = 1.5
 
 
 class EveryText:
@@ -26,7 +26,7 @@ class EveryText:
 
     def parse(self, text: str, tools: Tools) -> ParsedMessage:
         """Return the call."""
-        return ParsedMessage("", (ToolCall("note", {"text": text}),))
+        return ParsedMessage(text, (ToolCall("note", {"text": text}),))
 
 
 @tool_state("outside")

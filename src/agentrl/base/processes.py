@@ -390,8 +390,8 @@ def stop_on_signals(at_once: asyncio.Event | None = None) -> asyncio.Event:
 
 MAX_RESTARTS = 5
 POLL_SECONDS = 0.3
-STOP_SECONDS = 25.0
-"""Time that the processes have to stop; those left are killed."""
+STOP_SECONDS = 15.0
+"""Time that the processes have to stop after they have drained; those left are killed."""
 
 SAVE_SECONDS = 900.0
 """Time that the main process has to finish its step and save after its deadline."""
@@ -400,8 +400,8 @@ _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
 _STEADY_SECONDS = 300.0
 """A process that has run for this long has recovered: its earlier crashes no longer count."""
 
-_CLIENTS_SECONDS = 12.0
-"""Time for which engines and tool servers are kept running while the samplers stop."""
+_CLIENTS_SECONDS = 2.0
+"""Time for which engines and tool servers are kept running after the samplers should have drained."""
 
 _KILL_SECONDS = 5.0
 _MARKER = "AGENTRL_SUPERVISED_BY"
@@ -484,19 +484,21 @@ class Supervisor:
             self._restart_crashed(None)
             time.sleep(POLL_SECONDS)
 
-    def stop(self, seconds: float = STOP_SECONDS) -> None:
-        """Stop all processes within ``seconds``; another SIGINT or SIGTERM kills those left at once."""
+    def stop(self, drain_seconds: float) -> None:
+        """Stop all processes within ``drain_seconds``, which are the samplers', and ``STOP_SECONDS``.
+
+        Another SIGINT or SIGTERM kills those left at once.
+        """
         members, self._members = self._members, []
-        deadline = time.monotonic() + seconds
+        drained = time.monotonic() + drain_seconds
+        deadline = drained + STOP_SECONDS
         tree = _ProcessTree(members, self._mark)
         try:
             with raise_on_signals(after=_REPEATED_SECONDS):
                 clients = [member for member in members if not member.is_server]
                 _terminate(clients)
                 helpers = [member for member in clients if member.log is not None]
-                _wait(
-                    lambda: all(each.pid is None for each in helpers), deadline - seconds + _CLIENTS_SECONDS
-                )
+                _wait(lambda: all(each.pid is None for each in helpers), drained + _CLIENTS_SECONDS)
                 _terminate([member for member in members if member.is_server])
                 _wait(lambda: not tree.running(), deadline)
         except StoppedBySignalError:

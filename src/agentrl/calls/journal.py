@@ -60,7 +60,8 @@ class Journal:
         """The tool runs and the steps that came back, in order: what the state of its tools is made of."""
         self.snapshot: str | None = None
         """The files of tools as they were after the first ``in_snapshot`` of ``done``; None without any."""
-        self.in_snapshot = 0
+        self.in_snapshot: int | None = None
+        """None: after all, as the call that has the snapshot is the latest."""
         self.replayed = 0
         self.tokens = 0
         self.tool_seconds = 0.0
@@ -86,8 +87,10 @@ class Journal:
                 self._moved = asyncio.Event()
                 self.replayed += 1
                 self.tokens += found.generated_tokens
+                if self.in_snapshot is None:
+                    self.in_snapshot = len(self.done)
                 if found.snapshot is not None:
-                    self.snapshot, self.in_snapshot = found.snapshot, len(self.done)
+                    self.snapshot, self.in_snapshot = found.snapshot, None
                 return found
             try:
                 async with asyncio.timeout(_STALLED_SECONDS if self._is_parallel else 0.0):
@@ -130,7 +133,7 @@ class Journal:
         await self._note_once()
 
     def forget(self) -> None:
-        """Leave the stored calls to a gateway, which looks them up itself, and notes what that saved."""
+        """Leave the stored calls to a gateway, which looks them up itself and notes what it saved."""
         self._left.clear()
         self._is_noted = True
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
@@ -32,7 +33,7 @@ from agentrl.documents.model_call import (
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ToolState
 from agentrl.documents.task import Claim
-from agentrl.errors import ContextFullError, FailureError, ReplayError, TrajectoryError
+from agentrl.errors import ContextFullError, FailureError, ReplayError, StoreError, TrajectoryError
 from agentrl.inference.engine import Engine, FinishReason, Generation, Progress
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoredCall
@@ -64,6 +65,9 @@ class Writes(Protocol):
 
     async def flush(self) -> None:
         """Wait until every queued call is stored. Raises the error of a write."""
+
+    async def note_snapshot(self, call: Turn) -> None:
+        """Store the snapshot of a call, which may be closed."""
 
 
 class Steps(Protocol):
@@ -145,7 +149,7 @@ class TrajectoryCalls:
         """Name of events → the questions that are not recorded, in order, with the answers that came."""
         self._files_of: Tools | None = None
         """The tools, once they are used, if they keep files."""
-        self._keeping: asyncio.Task[str | None] | None = None
+        self._keeping: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
 
     @property
@@ -201,7 +205,7 @@ class TrajectoryCalls:
             params = self._params.replace(**changes).seeded(*self._seed, *(seed or (self.turns,)))
             params = self.budget.clamp(params, len(prompt.ids))
             images = await images_of(self.images, prompt.images)
-            self._keep_files()
+            self._begin_keeping(role)
             with model_call_span(self.record, params) as span:
                 generation = await self.hold(
                     lambda: self._engine.generate(
@@ -299,7 +303,9 @@ class TrajectoryCalls:
         """
         async with self._rebuilding:
             self._require_state()
-            await self._note_files()
+            # Change no file before it is kept: the snapshot is that of the call before.
+            if self._keeping is not None:
+                await asyncio.wait([self._keeping])
             try:
                 await self._rebuild(tools)
             except FailureError as error:
@@ -330,36 +336,42 @@ class TrajectoryCalls:
         """Give new sessions the files that are kept; the calls that had changed them are not made again."""
         self._is_rebuilt = True
         self._files_of = tools if tools.keeps_files else None
-        journal = self.journal
-        if journal.snapshot is None or not await tools.restore(journal.snapshot):
-            return
+        journal, count = self.journal, self.journal.in_snapshot
+        if count is None:
+            # Leave a snapshot that has the work of calls that the agent has not asked for again.
+            count = 0 if self.made and self.made[-1].journal else len(journal.done)
+        try:
+            if journal.snapshot is None or count == 0 or not await tools.restore(journal.snapshot):
+                return
+        except FailureError as error:
+            if error.outage is not None:
+                raise
+            raise ReplayError(f"the files of the tools cannot be restored: {error.message}") from error
 
         def is_kept(stored: ToolExecution | Event) -> bool:
             if isinstance(stored, ToolExecution):
                 return tools.state_of(stored.name, stored.server) is ToolState.SNAPSHOT
             return self._environment is not None and self._environment.state is ToolState.SNAPSHOT
 
-        before, after = journal.done[: journal.in_snapshot], journal.done[journal.in_snapshot :]
-        journal.done = [stored for stored in before if not is_kept(stored)] + after
+        others = [stored for stored in journal.done[:count] if not is_kept(stored)]
+        journal.done = [*others, *journal.done[count:]]
 
-    def _keep_files(self) -> None:
-        """Begin to keep the files of tools while a model call is made."""
-        if self._files_of is None or self._keeping is not None:
+    def _begin_keeping(self, role: str | None) -> None:
+        """Keep the files of tools while the next model call of ``role`` is made."""
+        if self._files_of is None or not (self._keeping is None or self._keeping.done()):
             return
-        # Leave parallel roles out: the tools of another one may run meanwhile.
-        if all(turn.role == self.made[0].role for turn in self.made):
-            self._keeping = asyncio.create_task(self._files_of.snapshot(), name=f"files of {self.record}")
+        # Leave out what is not a sequence: tools of another role, or of an earlier call, may run meanwhile.
+        if self.made and self.made[-1].settled and all(turn.role == role for turn in self.made):
+            keeping = self._keep_files(self._files_of, self.made[-1])
+            self._keeping = asyncio.create_task(keeping, name=f"files of {self.record}")
 
-    async def _note_files(self) -> None:
-        """Note where the files are kept with the call whose tools begin now."""
-        if self._keeping is None or not self.made:
+    async def _keep_files(self, tools: Tools, turn: Turn) -> None:
+        reference = await tools.snapshot()
+        if reference is None or reference == turn.snapshot:
             return
-        reference = await asyncio.shield(self._keeping)
-        self._keeping, taker = None, self.made[-1]
-        if reference is not None and not taker.closed:
-            taker.snapshot = reference
-            taker.change()
-            self._writer.offer(taker)
+        turn.snapshot = reference
+        with suppress(StoreError):  # the next write of the trajectory raises it
+            await self._writer.note_snapshot(turn)
 
     async def stop_keeping(self) -> None:
         """End what is being kept: the trajectory is over."""
@@ -663,6 +675,11 @@ class CallWriter:
             # Shield the writer: a cancelled trajectory still stores what is queued, in ``__aexit__``.
             await asyncio.shield(self._start())
         self._check()
+
+    async def note_snapshot(self, call: Turn) -> None:
+        """Store the snapshot of a call, which may be closed. Raises StoreError."""
+        await self.flush()
+        await self._store.model_calls.note_snapshot(call.id, call.attempt, call.snapshot)
 
     def _check(self) -> None:
         if self._error is not None:

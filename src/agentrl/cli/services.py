@@ -133,19 +133,27 @@ class TeachFlags:
     """When to end."""
 
     until_empty: bool = flag(False, "end when no trajectory waits for this teacher (default: at a signal)")
+    self: bool = flag(
+        False,
+        "compute the policy's own logprobs at the version that sampled each token (--old_logprobs version)",
+    )
 
 
 def teach(argv: list[str]) -> int:
-    """Fill a teacher's column until a signal stops it, or with ``--until_empty`` until nothing waits."""
+    """Fill a column until a signal stops it, or with ``--until_empty`` until nothing waits for it."""
     configs = parse(
         argv,
         command="agentrl teach",
         description="Asks a teacher for the logprobs of sampled tokens, for groups that wait for the column"
-        " teacher (--columns teacher).",
+        " teacher (--columns teacher); or computes the policy's own, with --self (--columns"
+        " version_logprobs).",
         shown=[RunConfig, ModelConfig, TeacherConfig, ClaimConfig, TraceConfig],
         extra=[TeachFlags],
     )
-    from agentrl.columns.teacher import teach as run_teacher
+    if configs[TeachFlags].self:
+        from agentrl.columns.version_logprobs import teach_self as run_teacher
+    else:
+        from agentrl.columns.teacher import teach as run_teacher
 
     ends = configs[TeachFlags].until_empty
     filled = _traced(configs, "teach", lambda: run_teacher(configs, until_empty=ends))

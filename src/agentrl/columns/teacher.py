@@ -35,6 +35,7 @@ from agentrl.documents.record import TopLogprobs, checked_logprobs
 from agentrl.documents.task import Task
 from agentrl.errors import (
     AgentRLError,
+    ColumnError,
     ConfigError,
     Dependency,
     DependencyKind,
@@ -227,6 +228,23 @@ def align(
     return values
 
 
+class ColumnValues(Protocol):
+    """Computes the values of one column."""
+
+    @property
+    def name(self) -> str:
+        """What is stored as ``Column.by``."""
+
+    async def values(
+        self, task: Task, calls: Sequence[DispatchedSamplingTask]
+    ) -> tuple[NDArray[np.float32], TopLogprobs | None]:
+        """Return float32 over the generated tokens of a Record's model calls, and likely other ids.
+
+        ``calls`` are ordered by index. Raises ColumnError for a column that can never have its values, and
+        another AgentRLError for one that may be tried again.
+        """
+
+
 @dataclass(frozen=True)
 class Teaching:
     """How a teacher reads trajectories."""
@@ -241,6 +259,11 @@ class Teaching:
     prompt: str | None = None
     """A privileged prompt, added to the system message: ``{answer}`` and ``{query}`` are the Task's."""
     top_logprobs: int = 0
+
+    @property
+    def name(self) -> str:
+        """The engine's."""
+        return self.engine.name
 
     async def values(
         self, task: Task, calls: Sequence[DispatchedSamplingTask]
@@ -323,11 +346,12 @@ def _end_of_turn(chat: ChatFormat) -> int:
 
 @dataclass(eq=False, kw_only=True)
 class TeacherColumn:
-    """The filler of the column ``teacher`` of a run, from one teacher."""
+    """The filler of a column of a run, ``teacher`` by default, from one teacher."""
 
     store: Store
-    teaching: Teaching
+    teaching: ColumnValues
     claims: ClaimConfig
+    column: str = TEACHER
     name: str = ""
     """The name by which tasks ask for this teacher (``meta.teacher``); empty: those that name none."""
     until_empty: bool = False
@@ -336,7 +360,7 @@ class TeacherColumn:
     def __post_init__(self) -> None:
         self._owner = owner_name()
         self._outages = Outages()
-        self._breaker = self._outages.breaker(Dependency(DependencyKind.TEACHER, self.teaching.engine.name))
+        self._breaker = self._outages.breaker(Dependency(DependencyKind.TEACHER, self.teaching.name))
 
     async def run(self, stop: asyncio.Event, concurrency: int, at_once: asyncio.Event | None = None) -> int:
         """Fill until ``stop``, or until nothing waits; return how many Records were filled.
@@ -364,7 +388,7 @@ class TeacherColumn:
         if is_probe and not self._breaker.probe_is_due:
             return []
         claims = await self.store.columns.claim(
-            TEACHER, owner=self._owner, lease_seconds=self.claims.lease_seconds,
+            self.column, owner=self._owner, lease_seconds=self.claims.lease_seconds,
             limit=1 if is_probe else free, filler=self.name,
         )  # fmt: skip
         if claims and is_probe:
@@ -375,7 +399,7 @@ class TeacherColumn:
         """Return whether no Record waits for this teacher, and the pool ends then."""
         if not self.until_empty:
             return False
-        waiting = await self.store.columns.waiting(TEACHER)
+        waiting = await self.store.columns.waiting(self.column)
         return not any(waiting.get(filler) for filler in {"", self.name})
 
     async def renew(self, claims: Sequence[ColumnClaim], lease_seconds: float) -> Collection[ColumnClaim]:
@@ -388,7 +412,7 @@ class TeacherColumn:
 
     async def granted(self) -> Sequence[ColumnClaim]:
         """Return the claims that this process holds according to the database."""
-        return await self.store.columns.of_owner(TEACHER, self._owner)
+        return await self.store.columns.of_owner(self.column, self._owner)
 
     async def fill(self, claim: ColumnClaim) -> bool:
         """Fill one column; return whether it is filled. A failure hands it back."""
@@ -402,7 +426,7 @@ class TeacherColumn:
             calls = await store.model_calls.by_record(column.record)
             values, top = await self.teaching.values(task, calls)
             self._breaker.succeeded()
-            await store.columns.fill(claim, values.tolist(), top, by=self.teaching.engine.name)
+            await store.columns.fill(claim, values.tolist(), top, by=self.teaching.name)
         except LeaseLostError as error:
             logger.warning("%s", error.message)
             return False
@@ -420,16 +444,18 @@ class TeacherColumn:
         except AgentRLError as error:
             if self._breaker.is_open:
                 self._breaker.failed(error.message)
-            await self._fail(claim, error, counts=True)
+            await self._fail(claim, error, counts=True, is_final=isinstance(error, ColumnError))
             return False
-        logger.info("column filled", extra={"record": claim.record_id, "by": self.teaching.engine.name})
+        logger.info("column filled", extra={"record": claim.record_id, "by": self.teaching.name})
         return True
 
-    async def _fail(self, claim: ColumnClaim, error: AgentRLError, *, counts: bool) -> None:
+    async def _fail(
+        self, claim: ColumnClaim, error: AgentRLError, *, counts: bool, is_final: bool = False
+    ) -> None:
         why = redact_and_cut(error.message, _WHY_CHARS)
         try:
             status = await self.store.columns.fail(
-                claim, why, max_attempts=self.claims.max_attempts, counts=counts,
+                claim, why, max_attempts=1 if is_final else self.claims.max_attempts, counts=counts,
                 backoff_seconds=self.claims.retry_backoff_seconds,
             )  # fmt: skip
         except LeaseLostError as lost:
@@ -463,7 +489,7 @@ async def teach(configs: Configs, *, until_empty: bool) -> int:
     engine = await asyncio.to_thread(_open, flags)
     try:
         with retry_outages(run.db_wait_seconds, stop):
-            async with await _open_begun(run, stop) as store:
+            async with await open_begun(run, stop) as store:
                 teaching = await _teaching(engine, configs[ModelConfig], flags)
                 column = TeacherColumn(
                     store=store, teaching=teaching, claims=configs[ClaimConfig], name=flags.teacher_name,
@@ -474,7 +500,7 @@ async def teach(configs: Configs, *, until_empty: bool) -> int:
         await engine.close()
 
 
-async def _open_begun(run: RunConfig, stop: asyncio.Event) -> Store:
+async def open_begun(run: RunConfig, stop: asyncio.Event) -> Store:
     """Open the run; wait for a sampler or trainer that starts at the same time and begins it."""
     deadline = time.monotonic() + _BEGIN_SECONDS
     while True:

@@ -24,6 +24,7 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
+from agentrl.config.training import VERSION_LOGPROBS
 from agentrl.documents.sampling import COLDEST, SamplingParams
 
 AgreedSettings = dict[str, dict[str, Any]]
@@ -121,6 +122,32 @@ def require_trainable(configs: Configs) -> None:
     _require_progress(configs[SamplingConfig], configs[TrainConfig])
     _require_whitening(configs[GroupConfig], configs[TrainConfig])
     _require_warm(configs[SamplingConfig])
+    if configs[LossConfig].old_logprobs == "version":
+        require_versions(configs)
+
+
+def require_versions(configs: Configs) -> None:
+    """Raise ConfigError for flags with which ``--old_logprobs version`` cannot work."""
+    columns, training = configs[GroupConfig].columns, configs[TrainConfig]
+    require(
+        VERSION_LOGPROBS in configs[GroupConfig].column_names,
+        f"--old_logprobs version reads the column {VERSION_LOGPROBS}, and --columns is {columns!r}",
+        f"set --columns {','.join(filter(None, (columns, VERSION_LOGPROBS)))} for samplers and the trainer,"
+        " and run agentrl teach --self (docs/off_policy.md)",
+    )
+    # Not adapters: the trainer adds their product to the base's, and a version may hold the merged weights.
+    require(
+        configs[AdapterConfig].lora_rank == 0,
+        f"--old_logprobs version with --lora_rank {configs[AdapterConfig].lora_rank}: agentrl teach --self"
+        " computes whole weights alone",
+        "use --old_logprobs recompute, or train whole weights",
+    )
+    require(
+        training.weight_sync == "disk",
+        f"--old_logprobs version with --weight_sync {training.weight_sync}: versions that are in the"
+        " trainer's memory alone cannot be computed later",
+        "set --weight_sync disk, or use --old_logprobs recompute",
+    )
 
 
 def _require_progress(sampling: SamplingConfig, training: TrainConfig) -> None:

@@ -120,7 +120,7 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
     ),
     "agentrl teach": (
         "agentrl teach --run_name math --model_name_or_path models/Qwen3-0.6B --teacher models/Qwen3-8B",
-        "agentrl teach --config run.yaml --teacher http://gpu7:30000 --teacher_name math",
+        "agentrl teach --self --run_name math --model_name_or_path models/Qwen3-0.6B",
     ),
     "agentrl train": (
         "agentrl train --run_name math --model_name_or_path models/Qwen3-0.6B --learning_rate 1e-6",

@@ -476,7 +476,8 @@ class SamplingConfig(Flags):
     )
     max_staleness: int = flag(
         1,
-        "largest age of the tokens of a trained trajectory (0: fully on-policy)",
+        "steps that sampling runs ahead of training, by a limit on open groups (0: fully on-policy);"
+        " --staleness_policy decides about tokens that become older than it",
         within="[0, inf)",
         unit="optimizer steps",
     )

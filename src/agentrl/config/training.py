@@ -7,7 +7,7 @@ import importlib
 import json
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
 from agentrl.config.flags import Flags, flag, names_in, require
 from agentrl.errors import ConfigError
@@ -79,7 +79,8 @@ class GroupConfig(Flags):
     )
     columns: str = flag(
         "",
-        "columns that a trajectory waits for before it is trained, e.g. teacher (`agentrl teach` fills it)",
+        "columns that a trajectory waits for before it is trained: teacher (`agentrl teach` fills it),"
+        " version_logprobs (`agentrl teach --self`), or ones that processes of your own fill",
     )
 
     @property
@@ -102,8 +103,10 @@ class GroupConfig(Flags):
             )
 
 
-OldLogprobs = Literal["behavior", "recompute", "loglinear"]
+OldLogprobs = Literal["behavior", "recompute", "loglinear", "version"]
 OLD_LOGPROBS: tuple[OldLogprobs, ...] = get_args(OldLogprobs)
+VERSION_LOGPROBS: Final = "version_logprobs"
+"""The column with the policy's own logprobs at the version that sampled each token."""
 
 CAPS = ("tis", "seq_tis")
 WEIGHTS = (*CAPS, "icepop")
@@ -182,10 +185,11 @@ class LossConfig(Flags):
         "corrections of the mismatch between engine and trainer, comma-separated: tis, seq_tis, icepop,"
         " token_mask, seq_mask, seq_kl; e.g. 'icepop:0.5:5,seq_kl:0.1'",
     )
-    old_logprobs: Literal["behavior", "recompute", "loglinear"] = flag(
+    old_logprobs: Literal["behavior", "recompute", "loglinear", "version"] = flag(
         "behavior",
-        "logprobs of π_old: the engine's (behavior), the trainer's at the start of the step (recompute), or"
-        " an interpolation by a token's age (loglinear)",
+        "logprobs of π_old: the engine's (behavior), the trainer's at the start of the step (recompute), an"
+        " interpolation by a token's age (loglinear), or the trainer's at the version that sampled the token"
+        " (version; needs --columns version_logprobs and `agentrl teach --self`)",
     )
     kl_coef: float = flag(
         0.0, "weight of the KL to a reference model in the loss (0: none)", within="[0, inf)"
@@ -481,10 +485,11 @@ class TrainConfig(ParallelConfig):
     prefix_merging: Literal["off", "trajectory", "group"] = flag(
         "group", "merge common prefixes into a tree per trajectory or per group; off: one row per model call"
     )
-    staleness_policy: Literal["drop", "decay", "mask"] = flag(
-        "drop",
-        "what happens to data with tokens older than --max_staleness: drop it; multiply its advantage by"
-        " exp(-out_of_date_decay) per optimizer step beyond (decay); or train it without these tokens (mask)",
+    staleness_policy: Literal["keep", "decay", "mask", "drop"] = flag(
+        "keep",
+        "what happens to tokens older than --max_staleness: train them as others (keep); multiply their"
+        " advantage by exp(-out_of_date_decay) per optimizer step beyond it (decay); train their trajectory"
+        " without them (mask); or drop their group (drop)",
     )
     advantage_whitening: Literal["none", "batch"] = flag(
         "none",

@@ -127,12 +127,15 @@ def step_trees(
     return made or [merge_prefixes(join(trees)) for trees in groups.values()]
 
 
-def packing_problem(data: DBRecordData, *, vocab_size: int, max_tokens: int) -> str | None:
+def packing_problem(
+    data: DBRecordData, *, vocab_size: int, max_tokens: int, column: str | None = None
+) -> str | None:
     """Return why a step cannot train ``data``; None if it can. One bad document must not end the training.
 
     Finds everything that packing refuses: arrays whose length contradicts the document, overlapping spans,
     values that are not finite, ids outside [0, ``vocab_size``), no trainable token, and a sequence up to the
-    last trainable token that is longer than a micro-batch of ``max_tokens``.
+    last trainable token that is longer than a micro-batch of ``max_tokens``; and tokens without a value in
+    ``column``, which the loss reads.
     """
     try:
         forest = forest_from_data([data], vocab_size=vocab_size)
@@ -145,6 +148,10 @@ def packing_problem(data: DBRecordData, *, vocab_size: int, max_tokens: int) -> 
     longest = int(forest.position_ids[forest.target].max()) + 1
     if longest > max_tokens:
         return f"a sequence of {longest} tokens is longer than a micro-batch of --max_tokens {max_tokens}"
+    values = None if column is None or forest.columns is None else forest.columns.values.get(column)
+    lacking = forest.trainable_tokens if values is None else int(np.isnan(values).sum())
+    if column is not None and lacking:
+        return f"{lacking} of its {forest.trainable_tokens} trainable tokens have no value in column {column}"
     return None
 
 

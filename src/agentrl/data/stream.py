@@ -45,7 +45,7 @@ _LONGEST_PROBLEM = 500
 _UNUSABLE_GROUPS = 8
 """Training stops after this many consecutive groups without trainable data: model or limits are wrong."""
 
-StalenessPolicy = Literal["drop", "decay", "mask"]
+StalenessPolicy = Literal["keep", "decay", "mask", "drop"]
 SortKey = tuple[int, ...]
 """Sort key of a Task: the order in which groups begin (number, epoch, order)."""
 _EPSILON = 1e-8
@@ -59,14 +59,15 @@ class Freshness:
     """``--staleness_policy``: how tokens are treated that are more than ``max_staleness`` steps old.
 
     The age of a token is the number of optimizer steps between the weights that sampled it and those that
-    train it. ``drop``: a group with an older token is stale as a whole. ``mask``: older tokens are not
-    trained; data with no other tokens are stale. ``decay``: nothing is stale; the advantage of an older token
-    is multiplied by exp(−``decay``) for every step beyond ``max_staleness``. ``--out_of_date_decay`` narrows
-    a token's bounds by the same factor for every step of its age.
+    train it. ``keep``: nothing is stale; the loss clips older tokens by their ratio, as any other. ``decay``:
+    nothing is stale; the advantage of an older token is multiplied by exp(−``decay``) for every step beyond
+    ``max_staleness``. ``--out_of_date_decay`` narrows a token's bounds by the same factor for every step of
+    its age. ``mask``: older tokens are not trained; data with no other tokens are stale. ``drop``: a group
+    with an older token is stale as a whole.
     """
 
     max_staleness: int
-    policy: StalenessPolicy = "drop"
+    policy: StalenessPolicy = "keep"
     decay: float | None = None
 
     def __post_init__(self) -> None:
@@ -89,7 +90,7 @@ class Freshness:
     def weigh(self, data: DBRecordData, ages: Mapping[int, int]) -> DBRecordData:
         """Return ``data`` with old tokens masked or decayed; the same object if no token is old."""
         beyond = [max(0, ages[span.version] - self.max_staleness) for span in data.spans]
-        if self.policy == "drop" or not any(beyond):
+        if self.policy in ("keep", "drop") or not any(beyond):
             return data
         if self.policy == "mask":
             return _masked(data, beyond)

@@ -66,6 +66,20 @@ def load_shards(model: Any, folder: Path, device: torch.device, config: ModelCon
     """
     checkpoint = _open_checkpoint(folder, model, config)
     allocate(model, device)
+    compute_buffers(model, _read_parts(model, folder, checkpoint))
+
+
+@torch.no_grad()
+def replace_weights(model: Any, folder: Path, config: ModelConfig) -> None:
+    """Read ``folder`` into this rank's parts of ``model``, as ``load_shards`` does, in place of its weights.
+
+    After a ModelError the model holds a mixture of both.
+    """
+    _read_parts(model, folder, _open_checkpoint(folder, model, config))
+
+
+def _read_parts(model: Any, folder: Path, checkpoint: CheckpointFiles) -> Collection[Tensor]:
+    """Fill this rank's parts of ``model`` and return them. Raises ModelError as ``load_shards``."""
     targets = _targets(model)
     filled: dict[int, Tensor] = {}
     groups, unused, rules = _match(model, checkpoint, targets)
@@ -84,7 +98,7 @@ def load_shards(model: Any, folder: Path, device: torch.device, config: ModelCon
     report = LoadStateDictInfo(missing, unused, set(), [], {}, set())
     model._adjust_missing_and_unexpected_keys(report)
     check_names(str(folder), model, targets, report.missing_keys, report.unexpected_keys)
-    compute_buffers(model, filled.values())
+    return filled.values()
 
 
 @dataclass(frozen=True)

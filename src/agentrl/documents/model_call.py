@@ -448,7 +448,7 @@ class DispatchedSamplingTask(Root):
     events: tuple[Event, ...] = ()
     """What happened after it, until the next model call; of the first call also what happened before it."""
     snapshot: str | None = None
-    """Where the files of tools are kept as they were when its own tools began; None: they are not."""
+    """Where the files of its tools are kept as they were after it; None: they are not."""
     revision: int = 0
     """How often it was written again, because its tools had ended or something had happened."""
     tools: tuple[dict[str, Any], ...] | None = None

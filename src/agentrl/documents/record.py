@@ -271,8 +271,8 @@ class GatewayCall(Root):
 
     id: str
     record: str
-    attempt: int = 0
-    """The claim under which it came: one of ``Record.owners``; 0 in requests of older versions."""
+    attempt: int = 1
+    """The claim under which it came: one of ``Record.owners``."""
     digest: str
     number: int
     answer_id: str
@@ -399,7 +399,8 @@ class Ownership(Document):
     diverged_at: int | None = None
     """Index of the first model call that differed from the journal; None: none did."""
     dropped: int = 0
-    """Model calls from there on, which went to the Record of this attempt; they are not trained."""
+    """Model calls that are not trained for it: they went to the Record of this attempt, or, of a gateway, are
+    ``Record.dropped_calls``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

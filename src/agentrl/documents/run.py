@@ -424,7 +424,7 @@ class InferenceService(Root):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerProcess(Root):
-    """One running sampler: it renews ``heartbeat``, and deletes this document when it ends.
+    """One sampler. It renews ``heartbeat`` until it ends; one that is silent is dead.
 
     Its claims are the slots whose owner is ``id``. Times are the server's.
     """
@@ -440,6 +440,8 @@ class SamplerProcess(Root):
     """The user and the host of who asked."""
     draining_at: datetime | None = None
     """When it began to drain, because of that or of a signal."""
+    ended_at: datetime | None = None
+    """When it ended; a dead one is given the time at which another sampler found it so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,7 +89,7 @@ class DataStatus(StrEnum):
     READY = "ready"  # may be trained
     PLANNED = "planned"  # part of a TrainStep that has not committed
     TRAINED = "trained"  # part of a committed TrainStep; ``max_trained_count`` is reached
-    STALE = "stale"  # older than ``max_staleness``; kept, not trained
+    STALE = "stale"  # too old, by ``staleness_policy``; kept, not trained
     QUARANTINED = "quarantined"  # must not be trained, because of its ``problem``; kept
 
 

@@ -119,6 +119,8 @@ class Environment:
     """Who reads the query and moves first, in an environment with several roles; ``setup`` may set it."""
     is_done: bool = False
     """Set by a tool: the trajectory ends after the tool calls of this message."""
+    keeps_files: bool = False
+    """Whether ``snapshot`` will be called; set before ``setup``."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -443,6 +445,7 @@ class EnvironmentSession:
     async def open(self) -> None:
         """Make the instance and call ``setup``. Raises TaskEnvironmentError if one raises or is too slow."""
         self._instance = await self._method("__init__", self._kind, self._task)
+        self._instance.keeps_files = self.keeps_files
         limits = [self._instance.call_seconds.get(name, self._call_timeout) for name in self._kind.tools]
         longest = max(limits, default=self._call_timeout)
         self._tools = PythonSession(

@@ -501,7 +501,7 @@ class GatewayHost:
             yield endpoint
             is_over = True
         except Exception as error:
-            # Not after an outage or a cancellation: another owner goes on.
+            # Not after an outage: another owner goes on.
             is_over = getattr(error, "outage", None) is None
             raise
         finally:

@@ -238,9 +238,12 @@ class PendingAnswers:
             await store.gateways.replay(pending.call, earlier)
         except LeaseLostError as error:
             raise dead_url() from error
+        call = await store.model_calls.by_id(str(earlier.call))
+        if call is not None:
+            await store.records.count_replayed(caller.claim, call.generated_tokens)
         pending.prompted(prompt.ids)
         pending.allow()
-        return await store.model_calls.by_id(str(earlier.call))
+        return call
 
     async def _generate(
         self, pending: PendingAnswer, caller: Caller, request: GatewayRequest, prompting: asyncio.Task[Prompt]

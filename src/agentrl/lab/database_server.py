@@ -132,7 +132,7 @@ ROLES: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "agentrl_sampler": {
         TASK: _CHANGE, RECORD: _CHANGE, MODEL_CALL: _EDIT, DATA: _ADD, GATE: _CHANGE, EPOCH: _CHANGE,
         SETTINGS: _ADD, OUTAGE: _CHANGE, EVALUATION: _CHANGE, GATEWAY_SESSION: _CHANGE, GATEWAY_CALL: _CHANGE,
-        IMAGE: _CHANGE, COLUMN: _CHANGE, SAMPLER: _EDIT, **_packed(COLUMN), **_packed(MODEL_CALL, "remove"),
+        IMAGE: _CHANGE, COLUMN: _CHANGE, SAMPLER: _CHANGE, **_packed(COLUMN), **_packed(MODEL_CALL, "remove"),
         **_packed(DATA), **_packed(IMAGE),
     },
     "agentrl_trainer": {

@@ -43,6 +43,7 @@ from agentrl.lab.regroup import (
     retry_changed,
 )
 from agentrl.scoring.groups import FAILED, summarize
+from agentrl.store.epochs import Epochs
 from agentrl.store.groups import GroupOutcome
 from agentrl.store.mechanics import lease
 from agentrl.store.mechanics.blobs import PACKED, Blobs
@@ -72,7 +73,7 @@ from agentrl.store.mechanics.lease import literal
 from agentrl.store.policy_versions import fenced
 from agentrl.store.records import read_records
 from agentrl.store.settings import Ancestry, Withdrawals
-from agentrl.store.tasks import unfinished_records
+from agentrl.store.tasks import Tasks
 
 _BATCH = 100
 _DEAD = [RecordStatus.FAILED.value, RecordStatus.RELEASED.value, RecordStatus.ABANDONED.value]
@@ -116,8 +117,8 @@ class Retention(Repository):
     ) -> Pruned:  # fmt: skip
         """Delete calls and data of finished trajectories, one transaction per batch.
 
-        A trajectory is finished if it is trained, stale, quarantined, failed or abandoned, or if it was
-        released and no sampler will go on with it. Data
+        A trajectory is finished if it is trained, stale, quarantined, failed, abandoned, or released and no
+        slot goes on with it. Data
         that wait to be trained or are planned stay, and those of steps after ``last_step``, which a resume
         may train again. ``older_than_days`` keeps trajectories begun later, by the server's clock.
         ``before_step`` keeps what that step or a later one trained, and what was never trained and begun
@@ -144,10 +145,13 @@ class Retention(Repository):
         untrained = {"status": {"$in": _UNTRAINED}, "trained_count": 0, **_created(begun), **others}
         used: Json = {"$or": [untrained, trained]}
         dead: Json = {"status": {"$in": _DEAD}, "pruned_at": None, **_created(begun), **others}
+        going_on = Tasks(self._connection, Epochs(self._connection))
         total = Pruned()
         for collection, query in ((DATA, used), (RECORD, dead)):
             async for page in self._pages(collection, query, _BATCH, {"_id": 1}):
-                batch = [document["_id"] for document in page]
+                found = {document["_id"] for document in page}
+                # Ask after the read: a released Record that no slot goes on with stays so for good.
+                batch = sorted(found - await going_on.unfinished_records(found))
                 total.add(await self._prune(batch, used, dead, dry_run))
         return total
 
@@ -167,9 +171,7 @@ class Retention(Repository):
         async def write() -> Pruned:
             ids = {"_id": {"$in": list(candidates)}}
             chosen = await self._ids(DATA, {**ids, **used})
-            ended = await self._ids(RECORD, {**ids, **dead})
-            # Leave what was released and not ended: its next owner reads these calls.
-            chosen += sorted(set(ended) - await unfinished_records(self._connection, ended))
+            chosen += await self._ids(RECORD, {**ids, **dead})
             if not chosen:
                 return Pruned()
             freed = await self._measure(chosen)

@@ -430,8 +430,9 @@ def _require_usable(child: Configs, given: Collection[str]) -> None:
     """Raise ConfigError for flags with which no step could be trained, before the child is begun."""
     check_loss(child, given)
     require(
-        "max_staleness" not in given or child[TrainConfig].staleness_policy != "drop",
-        "--max_staleness with --staleness_policy drop: a stored step is trained whole, whatever its ages are",
+        "max_staleness" not in given or child[TrainConfig].staleness_policy in ("mask", "decay"),
+        "--max_staleness without a --staleness_policy that reads it: a stored step is trained whole, whatever"
+        " its ages are",
         "add --staleness_policy mask or decay, or leave it out",
     )
     groups = child[GroupConfig]

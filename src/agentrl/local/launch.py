@@ -38,9 +38,11 @@ from agentrl.config.run import without_uri
 from agentrl.config.schema import (
     GROUPS,
     AgentConfig,
+    ClaimConfig,
     EngineConfig,
     EvaluationConfig,
     GroupConfig,
+    LossConfig,
     ModelConfig,
     ParallelConfig,
     PlacementConfig,
@@ -51,6 +53,7 @@ from agentrl.config.schema import (
     ToolConfig,
     TrainConfig,
 )
+from agentrl.config.training import VERSION_LOGPROBS
 from agentrl.documents.task_presets import TaskRows
 from agentrl.errors import (
     ConfigError,
@@ -370,8 +373,10 @@ def prepare(command: str, flags: Sequence[str], configs: Configs, variables: Map
     teacher = configs[TeacherConfig].teacher if "sample" in roles else None
     if teacher is not None:
         require_teacher(teacher, columns)
-    elif is_training and columns and configs[TeacherConfig].teacher is None:
-        report(f"groups wait for {', '.join(columns)}, and no --teacher is given: start agentrl teach too")
+    teaches_self = "train" in roles and configs[LossConfig].old_logprobs == "version"
+    unfilled = [name for name in columns if not (teaches_self and name == VERSION_LOGPROBS)]
+    if is_training and unfilled and configs[TeacherConfig].teacher is None:
+        report(f"groups wait for {', '.join(unfilled)}, and no --teacher is given: start agentrl teach too")
     mongo = EmbeddedMongo(run.mongo_dir)
     has_database = run.db_connection_string is not None or mongo.status().running
     if has_database:
@@ -380,6 +385,11 @@ def prepare(command: str, flags: Sequence[str], configs: Configs, variables: Map
         configs, report, trains="train" in roles and not accelerate.uses_cpu, serves="serve" in roles,
         machines=accelerate.machines,
     )  # fmt: skip
+    if teaches_self and placement is not None and not placement.others:
+        report(
+            "no GPU is free for agentrl teach --self, which computes on the CPU then: leave one out of"
+            " --train_gpus and --engine_gpus"
+        )
     flags = fit(configs, flags, placement, accelerate.machines, report, is_training=is_training)
     if not has_database:
         mongo.up()
@@ -396,8 +406,10 @@ def prepare(command: str, flags: Sequence[str], configs: Configs, variables: Map
         main=_main_command(command, flags, accelerate, placement) if command in roles else None,
         follows=is_training and configs[EvaluationConfig].eval_steps is not None,
         teaches=teacher is not None,
+        teaches_self=teaches_self,
         has_demo_tools=servers is not None,
         inf_mem_ratio=configs[EngineConfig].inf_mem_ratio,
+        drain_seconds=configs[ClaimConfig].drain_seconds,
         placement=placement,
     )
 
@@ -598,6 +610,8 @@ class RunPlan:
     samplers: int
     teaches: bool = False
     """Whether a teacher is started (``--teacher``)."""
+    teaches_self: bool = False
+    """Whether the policy's own logprobs at earlier versions are computed (``--old_logprobs version``)."""
     main: Sequence[str] | None
     """The command of the trainer or of an evaluation; None if this machine runs neither."""
     follows: bool = False
@@ -606,6 +620,7 @@ class RunPlan:
     """Whether the demonstration's HTTP tool server is started."""
     inf_mem_ratio: float | None = None
     """``--inf_mem_ratio``, if it was given."""
+    drain_seconds: float = ClaimConfig.drain_seconds
     placement: Placement | None = None
     """None on a machine without GPUs: all processes then get this one's environment."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -644,7 +659,7 @@ def run_processes(
         plan.report("stopping: a trainer finishes its step and saves; the same command resumes")
         raise
     finally:
-        supervisor.stop()
+        supervisor.stop(plan.drain_seconds)
 
 
 def processes_of(plan: RunPlan) -> tuple[list[SupervisedProcess], SupervisedProcess | None]:
@@ -688,6 +703,9 @@ def processes_of(plan: RunPlan) -> tuple[list[SupervisedProcess], SupervisedProc
         add(f"sampler-{index}", agentrl_command("sample", plan.flags), environment(others))
     if plan.teaches:
         add("teacher", agentrl_command("teach", plan.flags), environment(others, computes=True))
+    if plan.teaches_self:
+        words = agentrl_command("teach", ["--self", "true", *plan.flags])
+        add("old-logprobs", words, environment(others, computes=True))
     if plan.follows:
         flags = [*plan.flags, *(share(_BESIDE_ENGINE) if beside_last else [])]
         add("evaluation", agentrl_command("eval", flags), environment(engines[-1] if beside_last else others))

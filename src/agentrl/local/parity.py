@@ -178,10 +178,10 @@ def main(argv: list[str]) -> int:
 
 
 async def _compare(model: ModelConfig, flags: ParityFlags, config: EngineConfig) -> list[ParityDifference]:
+    from agentrl.distributed.build_policy import build_replay
     from agentrl.distributed.mesh import single_process
     from agentrl.documents.sampling import SamplingParams
     from agentrl.model.load import load_policy
-    from agentrl.train.build import build_replay
 
     quiet_transformers()
     policy = load_policy(model)

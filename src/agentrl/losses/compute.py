@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentrl.config.training import OLD_LOGPROBS, Correction
+from agentrl.config.training import OLD_LOGPROBS, VERSION_LOGPROBS, Correction
 from agentrl.errors import ConfigError
 from agentrl.losses.loss import LOG_RATIO_LIMIT, TEACHER, TokenBatch, TokenLosses, bounded_exp, k3
 from agentrl.losses.settings import LossSettings
@@ -105,13 +105,18 @@ def reference_kl(batch: TokenBatch, estimator: str) -> Tensor:
     return weight * torch.exp(logprobs - logprobs.detach()) * divergence
 
 
-def old_logprobs(method: str, logprobs: Tensor, behavior_logprobs: Tensor, age: Tensor) -> Tensor:
+def old_logprobs(
+    method: str, logprobs: Tensor, behavior_logprobs: Tensor, age: Tensor, at_version: Tensor | None = None
+) -> Tensor:
     """Return log π_old, float32[T], detached, as ``--old_logprobs`` says.
 
     ``behavior`` is log μ. ``recompute`` is ``logprobs``, the trainer's own at the start of the step; in a
     step of one optimizer update these are the logprobs of the update itself. ``loglinear`` is
     log μ + α·(log πθ − log μ) with α = a/(a + 1) for a token of ``age`` a, int64[T] in optimizer steps (the
-    interpolation of AReaL, arXiv 2505.24298, and A-3PO, arXiv 2512.06547).
+    interpolation of AReaL, arXiv 2505.24298, and A-3PO, arXiv 2512.06547). ``version`` is the column
+    ``at_version``, float32[T], the policy's own logprobs at the version that sampled each token, and
+    ``logprobs`` for tokens of age 0: the trainer has that version's weights itself then, before they were
+    rounded for publication. Raises ValueError for ``version`` without the column.
     """
     current, behavior = logprobs.detach().float(), behavior_logprobs.float()
     if method == "behavior":
@@ -121,6 +126,13 @@ def old_logprobs(method: str, logprobs: Tensor, behavior_logprobs: Tensor, age: 
     if method == "loglinear":
         steps = age.to(behavior.dtype)
         return behavior + steps / (steps + 1) * (current - behavior)
+    if method == "version":
+        if at_version is None:
+            # The forest of a rank that has no data of the step has no columns either.
+            if not len(current):
+                return current
+            raise ValueError(f"the batch has no column {VERSION_LOGPROBS!r}: the run needs it in --columns")
+        return torch.where(age == 0, current, at_version.float())
     raise ConfigError(f"--old_logprobs is {method!r}", hint=f"use one of {', '.join(OLD_LOGPROBS)}")
 
 
@@ -258,9 +270,10 @@ def out_of_bound(batch: TokenBatch, settings: LossSettings) -> Tensor:
 Ints = NDArray[np.int64]
 _SUMS = (
     "tokens", "ratio_max", "clip_ratio_max", "clipped", "masked", "capped", "extreme", "kl_k1", "kl_k3",
-    "entropy", "ratio", "ratio_squared", "kl_reference", "taught", "kl_teacher",
+    "entropy", "ratio", "ratio_squared", "kl_reference", "taught", "kl_teacher", "kl_mismatch",
+    "kl_staleness", "fresh", "version_gap",
 )  # fmt: skip
-"""Names of what ``measure`` returns; NaN without the reference model or the teacher that a sum needs."""
+"""Names of what ``measure`` returns; NaN without the reference model or the column that a sum needs."""
 _MAXIMA = ("ratio_max", "clip_ratio_max")
 
 
@@ -290,6 +303,14 @@ class TokenMetrics:
     """Tokens that the teacher has a value of; None without a teacher."""
     kl_teacher: float | None = None
     """Σ log πθ/π_teacher over these."""
+    kl_mismatch: float | None = None
+    """Σ of the k3 estimate of KL(μ‖π_old); None unless π_old is that of the token's version."""
+    kl_staleness: float | None = None
+    """Σ of the k3 estimate of KL(π_old‖πθ)."""
+    fresh: float | None = None
+    """Tokens of age 0."""
+    version_gap: float | None = None
+    """Σ over these of |the column's logprob − the trainer's own|."""
     staleness: Counter[int] = field(default_factory=Counter)
     versions: Counter[int] = field(default_factory=Counter)
 
@@ -317,7 +338,9 @@ class TokenMetrics:
         ``kl_k1`` and ``kl_k3`` estimate KL(μ‖πθ) in nats (k1: log μ/πθ; k3: πθ/μ − 1 − log πθ/μ).
         ``kl_reference`` is the k3 estimate of KL(πθ‖π_ref), if there is a reference model. If there is a
         teacher, ``taught_fraction`` is the share of the tokens that it has a value of, and ``kl_teacher`` the
-        k1 estimate of KL(πθ‖π_teacher) from these.
+        k1 estimate of KL(πθ‖π_teacher) from these. With ``--old_logprobs version``, ``kl_mismatch`` and
+        ``kl_staleness`` are the k3 estimates of KL(μ‖π_old) and KL(π_old‖πθ), and ``version_gap`` is the mean
+        difference, in nats, of the stored and the trainer's own logprob of tokens of age 0.
         ``effective_sample_size`` is (Σω)²/(n·Σω²) of ω = πθ/μ, in (0, 1]. ``staleness_histogram`` maps an age
         in optimizer steps to tokens and ``version_fractions`` a policy version to its share of the tokens;
         both have text keys, as documents need them.
@@ -339,6 +362,9 @@ class TokenMetrics:
             **({} if self.kl_reference is None else {"kl_reference": self.kl_reference / count}),
             **({} if self.taught is None else {"taught_fraction": self.taught / count}),
             **({"kl_teacher": (self.kl_teacher or 0.0) / self.taught} if self.taught else {}),
+            **({} if self.kl_mismatch is None else {"kl_mismatch": self.kl_mismatch / count}),
+            **({} if self.kl_staleness is None else {"kl_staleness": self.kl_staleness / count}),
+            **({"version_gap": (self.version_gap or 0.0) / self.fresh} if self.fresh else {}),
             "effective_sample_size": self.ratio**2 / (count * self.ratio_squared),
             "staleness_mean": sum(age * tokens for age, tokens in self.staleness.items()) / count,
             "staleness_max": float(max(self.staleness)),
@@ -347,10 +373,10 @@ class TokenMetrics:
         }
 
 
-def measure(batch: TokenBatch, result: TokenLosses, entropy: Tensor) -> Tensor:
-    """Return a micro-batch's sums, float64[15], on its device: the host does not wait for them.
+def measure(batch: TokenBatch, result: TokenLosses, entropy: Tensor, *, by_version: bool = False) -> Tensor:
+    """Return a micro-batch's sums, float64[19], on its device: the host does not wait for them.
 
-    ``entropy`` float32[T] is the policy's, in nats.
+    ``entropy`` float32[T] is the policy's, in nats. ``by_version``: π_old is that of each token's version.
     """
     mask = batch.mask
     log_rho = torch.where(mask, batch.log_rho, 0.0)
@@ -383,6 +409,17 @@ def measure(batch: TokenBatch, result: TokenLosses, entropy: Tensor) -> Tensor:
         sums.append(torch.where(mask, -log_teacher_ratio(batch).double(), 0.0).sum())
     else:
         sums += [absent, absent]
+    if by_version and VERSION_LOGPROBS in batch.columns:
+        fresh = mask & (batch.age == 0)
+        gap = (batch.columns[VERSION_LOGPROBS] - batch.old_logprobs).abs()
+        sums += [
+            torch.where(mask, k3(batch.log_weight), 0.0).sum(),
+            torch.where(mask, k3(batch.log_ratio.detach()), 0.0).sum(),
+            fresh.double().sum(),
+            torch.where(fresh, gap.double(), 0.0).sum(),
+        ]
+    else:
+        sums += [absent] * 4
     return torch.stack(sums)
 
 

@@ -313,9 +313,11 @@ def _by_advantage(flags: Flags) -> bool:
 
 def _largest_age(flags: Flags) -> float:
     """Return the largest age of a token that is trained, in optimizer steps."""
-    if flags["staleness_policy"] == "decay":
-        return math.inf
-    return 0 if flags["sync_sampling"] else int(flags["max_staleness"])
+    ahead = 0 if flags["sync_sampling"] else int(flags["max_staleness"])
+    policy = flags["staleness_policy"]
+    # Keep nothing old where nothing becomes old: groups begin after each step, and are trained once.
+    is_old = ahead > 0 or flags["oversample_groups"] > 0 or flags["max_trained_count"] > 1
+    return math.inf if policy == "decay" or (policy == "keep" and is_old) else ahead
 
 
 def _publishes_adapter(flags: Flags) -> bool:
@@ -369,7 +371,7 @@ IDLE_RULES: tuple[IdleRule, ...] = (
     IdleRule(
         ("staleness_policy",),
         lambda flags, loss: flags["staleness_policy"] != "decay" or loss.loss.reads_advantage,
-        "it makes the advantages of old tokens smaller, and the loss reads none", "use drop or mask",
+        "it makes the advantages of old tokens smaller, and the loss reads none", "use keep, mask or drop",
     ),
     IdleRule(
         ("out_of_date_decay",), lambda flags, _: _largest_age(flags) > 0,
@@ -389,6 +391,12 @@ IDLE_RULES: tuple[IdleRule, ...] = (
         "use behavior or recompute, or --max_staleness 1 or more",
     ),
     IdleRule(
+        ("old_logprobs",),
+        lambda flags, _: flags["old_logprobs"] != "version" or _largest_age(flags) > 0,
+        "no token that is trained is older than 0 steps, where the version is recompute",
+        "use recompute, or --max_staleness 1 or more",
+    ),
+    IdleRule(
         ("reference_model",), lambda _, loss: loss.needs_reference,
         "the loss compares with no reference model", "add --kl_coef, e.g. 0.001, or leave it out",
     ),
@@ -403,7 +411,7 @@ IDLE_RULES: tuple[IdleRule, ...] = (
     IdleRule(
         ("max_trained_count",), lambda flags, _: max(1, flags["retrained_interval"]) <= _largest_age(flags),
         "--retrained_interval steps later the data are older than --max_staleness, and are left out",
-        "raise --max_staleness, or use --staleness_policy decay",
+        "raise --max_staleness, or use --staleness_policy keep",
     ),
     IdleRule(
         ("max_staleness",), lambda flags, _: not (flags["sync_sampling"] and flags["max_staleness"]),

@@ -295,10 +295,10 @@ class AdmissionLimit:
 
     Groups are trained in the order in which they began. With at most (``max_staleness`` + 1) ×
     ``groups_per_step`` groups open, including the step in progress, a group that begins with the newest
-    weights is trained at most ``max_staleness`` steps later. Unpublished weights, and engines that serve
-    older ones, reduce this limit by the number of optimizer steps that they lag. ``oversample_groups`` more
-    may be open, so that a step does not wait for the slowest groups. Groups that miss their step may become
-    stale.
+    weights is trained at most ``max_staleness`` steps later, if it is ready by then. Steps do not wait for a
+    slower group; ``staleness_policy`` decides about its old tokens. Unpublished weights, and engines that
+    serve older ones, reduce this limit by the number of optimizer steps that they lag. ``oversample_groups``
+    more may be open, so that fewer steps wait.
     """
 
     sampling: SamplingConfig

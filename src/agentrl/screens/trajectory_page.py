@@ -167,7 +167,7 @@ class OwnerView:
     diverged: str | None
     """Where it went another way than the journal, and what that dropped; None: it did not."""
     kept_as: str | None
-    """The Record of what it dropped."""
+    """The Record of what it dropped; None: it dropped nothing, or that stays in this Record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +268,10 @@ def _owner_view(record: Record, number: int, owner: Ownership) -> OwnerView:
         saved=f"{owner.replayed} turns, {owner.tokens:,} tokens{seconds}" if owner.replayed else None,
         diverged=None if owner.diverged_at is None
         else f"diverged at turn {owner.diverged_at + 1}, {owner.dropped} turns dropped",
-        kept_as=record_key(record.task, record.traj_id, owner.attempt) if owner.dropped else None,
+        # A gateway's stay in the Record, as calls that are not trained.
+        kept_as=record_key(record.task, record.traj_id, owner.attempt)
+        if owner.dropped and record.train_rule is None
+        else None,
     )  # fmt: skip
 
 

@@ -49,7 +49,6 @@ from agentrl.store.records import (
     LEASE,
     CompletedGroups,
     adopt_records,
-    end_ownerships,
     end_records,
     queue_sampled,
 )
@@ -298,9 +297,9 @@ class Claims(Repository):
         Tasks that need something in ``without`` are neither claimed nor admitted.
 
         Tries in this order: an open slot of an admitted group, in the order in which groups were begun; a
-        slot of a group that is admitted now, chosen by ``selection`` if given, while fewer than
-        ``max_groups_open`` groups are open (see ``GroupAdmission``); a slot whose lease has expired. Claims
-        of one process that arrive at the same time share one write.
+        slot whose lease has expired; a slot of a group that is admitted now, chosen by ``selection`` if
+        given, while fewer than ``max_groups_open`` groups are open (see ``GroupAdmission``). Claims of one
+        process that arrive at the same time share one write.
         """
         limit = GroupLimit(max_groups_open) if isinstance(max_groups_open, int) else max_groups_open
         request = ClaimRequest(owner, split, lease_seconds, limit, selection, without)
@@ -416,6 +415,12 @@ class Claims(Repository):
             task = await self._take(_open_slots(request, TaskStatus.RUNNING), update, request.selection)
             if task is not None:
                 return lease.new_claims(task, owners)
+            # Take over before a group is admitted: the trajectory of a dead owner is of an earlier group.
+            expired = await self._expired.take_over(
+                request.split, owners[0], request.lease_seconds, request.without.excluded
+            )
+            if expired:
+                return expired
             try:
                 if request.limit is None or not await self._admission.admit(
                     request.split, request.limit, request.selection, request.without
@@ -430,9 +435,7 @@ class Claims(Repository):
             task = await self._take(_open_slots(request, TaskStatus.CREATED), update)
             if task is not None:
                 return lease.new_claims(task, owners)
-        return await self._expired.take_over(
-            request.split, owners[0], request.lease_seconds, request.without.excluded
-        )
+        return []
 
     async def _take(self, query: Json, update: list[Json], selection: Selection | None = None) -> Json | None:
         return await self._collection(TASK).find_one_and_update(
@@ -595,7 +598,6 @@ class ExpiredLeases(Repository):
                 return []
             if lost.record_id != claim.record_id:
                 await end_records(self._connection, [lost], None, LEASE)
-            await end_ownerships(self._connection, [lost.record_id], LEASE)
             await adopt_records(self._connection, [claim])
             return [claim]
 

@@ -521,6 +521,7 @@ class Gateways(Repository):
             ]
         }
         names = {name: f"${name}" for name in ("traj_id", "attempt", "owner")}
+        of_this_owner = {"$eq": [{"$ifNull": ["$attempt", 1]}, "$$attempt"]}
         pipeline: list[Json] = [
             {"$match": {"_id": {"$in": list(set(session_ids))}, "closed_at": None}},
             {"$lookup": {
@@ -532,9 +533,7 @@ class Gateways(Repository):
                 "from": GATEWAY_CALL, "localField": "record", "foreignField": "record", "as": "calls",
                 "let": {"attempt": "$attempt"},
                 "pipeline": [
-                    {"$match": {
-                        "status": {"$in": _LIVE_CALLS}, "$expr": {"$eq": ["$attempt", "$$attempt"]},
-                    }},
+                    {"$match": {"status": {"$in": _LIVE_CALLS}, "$expr": of_this_owner}},
                     {"$count": "count"},
                 ],
             }},

@@ -104,6 +104,16 @@ class Groups(Repository):
         return await GroupAdmission(self._connection).count(split)
 
     @database_call
+    async def oldest_version(self, split: str) -> int | None:
+        """Return the oldest policy version of a token of groups that are begun and not finalized, if any."""
+        begun = {"split": split, "status": {"$in": [TaskStatus.RUNNING.value, TaskStatus.WAITING.value]}}
+        query = {"task": {"$in": await self._ids(TASK, begun)}, "min_version": {"$gte": 0}}
+        found = await self._aggregate(
+            RECORD, {"$match": query}, {"$group": {"_id": None, "oldest": {"$min": "$min_version"}}}
+        )
+        return int(found[0]["oldest"]) if found else None
+
+    @database_call
     async def to_decide(self, task_id: str, columns: Sequence[str] = ()) -> StoredGroup | None:
         """Return a WAITING group with all that its decision needs; None if there is none, or none yet.
 

@@ -25,7 +25,7 @@ from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, record_key
 from agentrl.errors import ImageError
 from agentrl.store.gateways import answering
-from agentrl.store.mechanics.blobs import Blobs, sealed
+from agentrl.store.mechanics.blobs import CHECKSUMS, Blobs, sealed
 from agentrl.store.mechanics.connection import (
     GATEWAY_CALL,
     IMAGE,
@@ -220,6 +220,23 @@ class ModelCalls(Repository):
                 await self._adding.write(group)
         if error is not None:
             raise error
+
+    @database_call
+    async def note_snapshot(self, call_id: str, attempt: int | None, reference: str | None) -> None:
+        """Note where files are kept as they were after a model call that the claim ``attempt`` made.
+
+        A late owner may do so: the call that took its place after another way has another attempt.
+        """
+        calls = self._collection(MODEL_CALL)
+        found = await calls.find_one({"_id": call_id, "attempt": attempt})
+        if found is None:
+            return
+        document = sealed(MODEL_CALL, {**found, "snapshot": reference}, "all")
+        await calls.update_one(
+            # Leave one that was written again meanwhile: the checksum is that of this one.
+            {"_id": call_id, "attempt": attempt, "revision": found["revision"]},
+            {"$set": {name: document[name] for name in ("snapshot", CHECKSUMS)}},
+        )
 
     @database_call
     async def drop(self, claim: Claim, first: int) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pymongo import ASCENDING, DESCENDING, UpdateOne
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.base.batches import batches
-from agentrl.documents.document import plain
+from agentrl.documents.document import now, plain
 from agentrl.documents.record import Failure, Ownership, Record
 from agentrl.documents.status import (
     RECORD_EDGES,
@@ -124,6 +124,16 @@ class Records(Repository):
         )
         if result.matched_count == 0:
             raise lease_lost(claim)
+
+    @database_call
+    async def count_replayed(self, claim: Claim, tokens: int) -> None:
+        """Count a model call of ``tokens`` that the claim's owner took over."""
+        # Count at once: an owner that dies, or is cancelled, does not come to its end.
+        await self._collection(RECORD).update_one(
+            running_record(claim),
+            {"$inc": {"owners.$[own].replayed": 1, "owners.$[own].tokens": tokens}},
+            array_filters=[{"own.attempt": claim.attempt}],
+        )
 
     @database_call
     async def get(self, record_id: str) -> Record | None:
@@ -268,7 +278,12 @@ def running_record(claim: Claim) -> Json:
 
 
 async def adopt_records(connection: Connection, claims: Sequence[Claim]) -> None:
-    """Make the unfinished Records of earlier owners those of ``claims``; a later claim's stay."""
+    """Make the unfinished Records of earlier owners those of ``claims``; a later claim's stay.
+
+    An owner whose end nobody has noted lost its lease.
+    """
+    is_open: Json = {"$eq": [{"$ifNull": ["$$owner.ended", None]}, None]}
+    earlier = _ended_owners(is_open, LEASE)
     updates = []
     for claim in claims:
         ownership = literal(plain(Ownership(owner=claim.owner, attempt=claim.attempt)))
@@ -279,7 +294,7 @@ async def adopt_records(connection: Connection, claims: Sequence[Claim]) -> None
         fields = {
             "owner": literal(claim.owner), "fence": claim.attempt,
             "status": {"$cond": [is_released, RecordStatus.RUNNING.value, "$status"]},
-            "owners": {"$concatArrays": [{"$ifNull": ["$owners", []]}, [ownership]]},
+            "owners": {"$concatArrays": [earlier, [ownership]]},
         }  # fmt: skip
         updates.append(UpdateOne(query, [{"$set": fields}]))
     if updates:
@@ -308,17 +323,11 @@ RELEASED, LEASE, RESTARTED = "released", "lease", "restarted"
 """Why an ownership ended before its trajectory (``Ownership.ended``)."""
 
 
-async def end_ownerships(connection: Connection, record_ids: Sequence[str], why: str) -> None:
-    """Note in unfinished Records that their owners gave them up, or died."""
-    this = {"$eq": ["$$owner.attempt", "$fence"]}
+def _ended_owners(which: Json, why: str) -> Json:
+    """Return the expression of a Record's owners, in which those end that satisfy ``which``."""
     ended = {"$mergeObjects": ["$$owner", {"ended": why, "until": "$$NOW"}]}
-    owners = {
-        "$map": {
-            "input": {"$ifNull": ["$owners", []]}, "as": "owner", "in": {"$cond": [this, ended, "$$owner"]},
-        }
-    }  # fmt: skip
-    query = {"_id": {"$in": list(record_ids)}, "status": {"$in": _UNFINISHED}}
-    await connection.collection(RECORD).update_many(query, [{"$set": {"owners": owners}}])
+    owners = {"$ifNull": ["$owners", []]}
+    return {"$map": {"input": owners, "as": "owner", "in": {"$cond": [which, ended, "$$owner"]}}}
 
 
 async def end_records(
@@ -332,21 +341,25 @@ async def end_records(
     if not claims:
         return
     status = RecordStatus.RELEASED if failure is None else RecordStatus.FAILED
-    changes = {"status": status.value, "failure": plain(failure)}
+    changes: Json = {"status": status.value, "failure": plain(failure)}
     records = connection.collection(RECORD)
     ids = [claim.record_id for claim in claims]
+    fields = {name: literal(value) for name, value in changes.items()}
     if failure is None:
-        await end_ownerships(connection, ids, why)
+        fields["owners"] = _ended_owners({"$eq": ["$$owner.attempt", "$fence"]}, why)
     ended = await records.update_many(
-        {"_id": {"$in": ids}, "status": {"$in": _UNFINISHED}}, {"$set": changes}
+        {"_id": {"$in": ids}, "status": {"$in": _UNFINISHED}}, [{"$set": fields}]
     )
     if ended.matched_count == len(claims):
         return
     cursor = records.find({"_id": {"$in": ids}}, {"_id": 1})
     stored = {record["_id"] for record in await cursor.to_list()}
     missing = [claim for claim in claims if claim.record_id not in stored]
-    if missing:
-        await records.insert_many([new_record(claim).to_document() | changes for claim in missing])
+    new = [new_record(claim) for claim in missing]
+    if failure is None:
+        new = [replace(record, owners=(replace(record.owners[0], ended=why, until=now()),)) for record in new]
+    if new:
+        await records.insert_many([record.to_document() | changes for record in new])
 
 
 _CLAIMS_PER_TRANSACTION = 256

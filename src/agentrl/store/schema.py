@@ -246,6 +246,7 @@ INDEXES: dict[str, list[IndexModel]] = {
     ],
     connection.VERSION: [_index("status", ("_id", _DOWN)), _index("status", "step", ("_id", _DOWN))],
     connection.SERVICE: [_index("status", "heartbeat")],
+    connection.SAMPLER: [_index("ended_at", "heartbeat")],
     connection.OUTAGE: [_index("ended_at", "seen_at")],
     connection.EVALUATION: [_index("status", "seen_at"), _index("version")],
     connection.LABEL: [_index("record"), _index("label")],

@@ -96,8 +96,8 @@ class ListedSampler:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether its last heartbeat is recent."""
-        return self.silent_seconds <= _ALIVE_SECONDS
+        """Return whether its last heartbeat is recent; one of the future is forged."""
+        return 0 <= self.silent_seconds <= _ALIVE_SECONDS
 
     @property
     def state(self) -> str:
@@ -121,7 +121,7 @@ class Samplers(Repository):
         began: Json = {"$ifNull": ["$draining_at", "$$NOW" if is_draining else None]}
         fields = {
             "host": literal(host), "pid": pid, "started_at": {"$ifNull": ["$started_at", "$$NOW"]},
-            "heartbeat": "$$NOW", "draining_at": began,
+            "heartbeat": "$$NOW", "draining_at": began, "ended_at": None,
         }  # fmt: skip
         stored = await self._collection(SAMPLER).find_one_and_update(
             {"_id": sampler_id}, [{"$set": fields}], upsert=True, return_document=ReturnDocument.AFTER
@@ -130,26 +130,28 @@ class Samplers(Repository):
 
     @database_call
     async def sweep(self) -> int:
-        """Delete the samplers that have been silent for ten minutes; return how many."""
-        silent: Json = {"$expr": {"$lt": ["$heartbeat", after(-_SWEPT_SECONDS)]}}
-        return (await self._collection(SAMPLER).delete_many(silent)).deleted_count
+        """Take the samplers that have been silent for ten minutes off the list; return how many."""
+        silent: Json = {"ended_at": None, "$expr": {"$lt": ["$heartbeat", after(-_SWEPT_SECONDS)]}}
+        ended: list[Json] = [{"$set": {"ended_at": "$$NOW"}}]
+        return (await self._collection(SAMPLER).update_many(silent, ended)).modified_count
 
     @database_call
     async def end(self, sampler_id: str) -> None:
-        """Delete the document of a sampler that ends."""
-        await self._collection(SAMPLER).delete_one({"_id": sampler_id})
+        """Take a sampler that ends off the list."""
+        await self._collection(SAMPLER).update_one({"_id": sampler_id}, {"$currentDate": {"ended_at": True}})
 
     @database_call
     async def all(self) -> list[ListedSampler]:
         """Return the samplers that have not ended, by name; dead ones too."""
-        at = await self._connection.server_time()
         claims = await live_claims(self._connection)
-        found = await self._all(SamplerProcess, SAMPLER, {}, sort=[("_id", ASCENDING)])
+        found = await self._all(SamplerProcess, SAMPLER, {"ended_at": None}, sort=[("_id", ASCENDING)])
+        # Ask for the time last: a heartbeat that comes meanwhile would lie in the future.
+        at = await self._connection.server_time()
         return [
             ListedSampler(
                 process=each,
                 claims=claims.get(each.id, 0),
-                silent_seconds=max(0.0, (at - each.heartbeat).total_seconds()),
+                silent_seconds=(at - each.heartbeat).total_seconds(),
             )
             for each in found
         ]
@@ -161,7 +163,9 @@ class Samplers(Repository):
             "asked_at": {"$ifNull": ["$asked_at", "$$NOW"]},
             "asked_by": {"$ifNull": ["$asked_by", literal(by)]},
         }
-        result = await self._collection(SAMPLER).update_one({"_id": sampler_id}, [{"$set": fields}])
+        result = await self._collection(SAMPLER).update_one(
+            {"_id": sampler_id, "ended_at": None}, [{"$set": fields}]
+        )
         return result.matched_count > 0
 
 

@@ -242,7 +242,16 @@ class Tasks(Repository):
     @database_call
     async def unfinished_records(self, record_ids: Collection[str]) -> set[str]:
         """Return those of some Records that are sampled now, or that the next claim goes on with."""
-        return await unfinished_records(self._connection, record_ids)
+        going_on = (SlotStatus.OPEN, SlotStatus.RUNNING)
+        tasks = {record_task(key) for key in record_ids}
+        query = {"_id": {"$in": sorted(tasks)}, "slots.status": {"$in": values(going_on)}}
+        found = {
+            record_key(task.id, slot.traj_id, slot.begun)
+            for task in await self._all(Task, TASK, query)
+            for slot in task.slots
+            if slot.status in going_on and slot.begun is not None
+        }
+        return found & set(record_ids)
 
     @database_call
     async def any_with_status(self, split: str, *states: TaskStatus) -> bool:
@@ -310,13 +319,13 @@ class Tasks(Repository):
         await collection.bulk_write(
             # Replace slots only where none was claimed: new ones count from 0, which fences no old owner.
             [UpdateOne(_untouched(task.id), _new_text(task, moment, "slots")) for task in tasks]
-            + [UpdateOne(_unbegun(task.id), _new_text(task, moment)) for task in tasks]
+            + [UpdateOne(_unbegun(task.id), _begun_anew(task, moment)) for task in tasks]
         )
         stored = await self._stored([task.id for task in tasks])
         # Read them back: bulk_write returns how many filters matched, and not which.
         left = [task.id for task in tasks if any(_differences(stored.get(task.id, {}), task))]
         copies = [
-            UpdateOne(_unbegun(task_key(task.split, epoch, task.task_id)), _new_text(task, moment))
+            UpdateOne(_unbegun(task_key(task.split, epoch, task.task_id)), _begun_anew(task, moment))
             for task in tasks
             for epoch in epochs
             if task.id not in left and epoch != task.epoch
@@ -324,20 +333,6 @@ class Tasks(Repository):
         if copies:
             await collection.bulk_write(copies, ordered=False)
         return left
-
-
-async def unfinished_records(connection: Connection, record_ids: Collection[str]) -> set[str]:
-    """Return those of some Records that are sampled now, or that the next claim goes on with."""
-    going_on = values((SlotStatus.OPEN, SlotStatus.RUNNING))
-    tasks = {record_task(key) for key in record_ids}
-    query = {"_id": {"$in": sorted(tasks)}, "slots.status": {"$in": going_on}}
-    found = {
-        record_key(task["_id"], slot["traj_id"], slot["begun"])
-        async for task in connection.collection(TASK).find(query, {"slots": 1})
-        for slot in task["slots"]
-        if slot["status"] in going_on and slot.get("begun") is not None
-    }
-    return found & set(record_ids)
 
 
 def _batches(tasks: Sequence[Task], indices: Sequence[int]) -> Iterator[list[tuple[int, Task]]]:
@@ -377,3 +372,9 @@ def _new_text(task: Task, moment: datetime, *more: str) -> Json:
     document = sealed(TASK, task.to_document(), "content")
     fields = {name: document[name] for name in (*CONTENT, CHECKSUMS, *more)}
     return {"$set": {**fields, "updated_at": moment}}
+
+
+def _begun_anew(task: Task, moment: datetime) -> Json:
+    """Return the update with the new text of a Task whose released trajectories answer the old one."""
+    update = _new_text(task, moment)
+    return {"$set": {**update["$set"], "slots.$[].begun": None}}

@@ -74,7 +74,7 @@ class ManagedServer(ToolServer):
             function = item.get("function", item) if isinstance(item, Mapping) else None
             if isinstance(function, Mapping) and isinstance(name := function.get("name"), str):
                 schemas.append(function_schema(name, function.get("description"), function.get("parameters")))
-                if item.get("state") in set(ToolState):
+                if item.get("state") in tuple(ToolState):
                     states[name] = ToolState(item["state"])
         self._schemas, self._states = sorted(schemas, key=schema_name), states
 

@@ -23,29 +23,26 @@ from agentrl.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from agentrl.distributed.load_shards import load_shards
-from agentrl.distributed.mesh import (
-    Layout,
-    Mesh,
-    World,
-    build_mesh,
-    check_flags,
-    join_alone,
-    plan_layout,
-    single_process,
+from agentrl.distributed.build_policy import (
+    build_replay,
+    compile_layers,
+    forward_options,
+    load_run_policy,
+    split_policy,
+    step_precision,
 )
-from agentrl.distributed.parallel_model import ParallelModel, parallelize
+from agentrl.distributed.load_shards import load_shards
+from agentrl.distributed.mesh import Mesh, World, check_flags, plan_layout, single_process
+from agentrl.distributed.parallel_model import parallelize
 from agentrl.documents.training import BYTES_PER_TOKEN
 from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.settings import LossSettings
-from agentrl.model.check_model import check_model, check_replay
-from agentrl.model.flops import Precision, choose_precision, device_peak
-from agentrl.model.load import Policy, disable_dropout, empty_model, load_model, load_policy
-from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK, ForwardOptions
-from agentrl.model.routing import RouterReplay
+from agentrl.model.check_model import check_model
+from agentrl.model.flops import Precision, device_peak
+from agentrl.model.load import Policy, disable_dropout, empty_model, load_model
 from agentrl.train.optimizer import build_optimizer, build_scheduler, freeze
 from agentrl.train.step import FrozenLogprobs, PolicyTrainer, Reference
-from agentrl.weights.folder import architecture, base_folder, replayed_experts
+from agentrl.weights.folder import base_folder
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +61,6 @@ _KEPT = frozenset({
 Compiled FlexAttention is ``inductor_compiled_code``. What it saves for its backward is kept with its result:
 queries and keys too.
 """
-
-
-def step_precision(model: ModelConfig, train: TrainConfig, world: World) -> Precision:
-    """Return ``choose_precision`` on the device of ``world``; rank 0 calls it, so that all ranks agree."""
-    hidden_size = architecture(base_folder(model)).get("hidden_size", 0)
-    return choose_precision(model, train, world.device, int(hidden_size))
 
 
 def build_trainer(
@@ -101,7 +92,7 @@ def build_trainer(
     check_flags(layout, configs[AdapterConfig], memory)
     # Seed every rank alike: each draws the first numbers of the adapters, and keeps its shard of them.
     set_seed(configs[RunConfig].seed)
-    policy = _load_policy(configs, weights, precision, world)
+    policy = load_run_policy(configs, weights, precision, world)
     replay = build_replay(flags, memory, policy)
     mode = checkpointing_mode(memory, train.gradient_checkpointing)
     on_host = world.device.type == "cpu"
@@ -112,7 +103,7 @@ def build_trainer(
         compile_layers(policy.model)
     # Freeze before the split: how gradients are reduced depends on the bytes that are trained.
     freeze(policy.model, optim.freeze)
-    model = _split(policy, layout, configs, precision, world)
+    model = split_policy(policy, layout, configs, precision, world)
     # Build it after the split, which puts other parameters in place of the model's.
     optimizer = build_optimizer(policy.model, optim, memory)
     scheduler = build_scheduler(optimizer, optim, total_steps)
@@ -126,10 +117,7 @@ def build_trainer(
         optimizer=optimizer,
         scheduler=scheduler,
         settings=settings,
-        options=ForwardOptions(
-            chunk_size=train.loss_seq_chunk_size or DEFAULT_CHUNK,
-            vocab_chunk_size=memory.loss_vocab_chunk_size or DEFAULT_VOCAB_CHUNK,
-        ),
+        options=forward_options(train, memory),
         max_tokens=train.max_tokens,
         prefix_merging=train.prefix_merging,
         max_grad_norm=optim.max_grad_norm,
@@ -141,65 +129,6 @@ def build_trainer(
         recorded_tokens=int(train.token_statistics_mib * 2**20) // BYTES_PER_TOKEN,
         replay=replay,
     )
-
-
-def _load_policy(configs: Configs, weights: Path | None, precision: Precision, world: World) -> Policy:
-    """Load the policy; without its weights if ``_split`` has each rank read its own part."""
-    train, is_shared = configs[TrainConfig], world.size > 1
-    policy = load_policy(configs[ModelConfig], weights, configs[AdapterConfig], precision, is_empty=is_shared)
-    # Merge it for the other ways: they send whole weights.
-    may_publish_adapter = policy.adapter is not None and train.weight_sync == "disk"
-    policy = replace(policy, publishes_adapter=may_publish_adapter and train.publish in ("auto", "adapter"))
-    if policy.publishes_adapter:
-        logger.info("versions hold the adapter alone; an engine that loads none merges it (--publish)")
-    if policy.pixels is not None and is_shared:
-        raise ConfigError(
-            f"a vision model in {world.size} processes: images are trained in one",
-            hint="train with one process",
-        )
-    if not is_shared:
-        policy.model.to(world.device)  # type: ignore[arg-type]
-    check_model(policy.model)
-    return policy
-
-
-def _split(
-    policy: Policy, layout: Layout, configs: Configs, precision: Precision, world: World
-) -> ParallelModel:
-    """Return the policy's model, split and sharded over the ranks, with its weights."""
-    is_mixed = precision.policy is not None
-    if is_mixed:
-        join_alone(world.device)
-    model = parallelize(
-        policy.model,
-        build_mesh(layout, world.device.type, single=is_mixed),
-        max_tokens=configs[TrainConfig].max_tokens,
-        reduction=configs[MemoryConfig].gradient_reduction,
-        precision=precision,
-    )
-    if world.size > 1:
-        load_shards(policy.model, policy.source or policy.base, world.device, configs[ModelConfig])
-    return model.to(world.device)
-
-
-def build_replay(config: ModelConfig, memory: MemoryConfig, policy: Policy) -> RouterReplay | None:
-    """Let the routers of ``policy`` replay an engine's choices; None without a mixture, or where they cannot.
-
-    Raises ModelError or ConfigError where ``--router_replay on`` demands it and the model or a flag prevents.
-    """
-    shape = replayed_experts(config, str(policy.base))
-    if shape is None:
-        return None
-    try:
-        if memory.torch_compile:
-            raise ConfigError("--torch_compile: compiled layers choose their experts themselves")
-        check_replay(policy.model, shape)
-        return RouterReplay.install(policy.model, shape)
-    except (ConfigError, ModelError) as error:
-        if config.router_replay == "on":
-            raise
-        logger.warning("the engine's choices of experts are not replayed: %s", error.message)
-        return None
 
 
 def build_reference(
@@ -293,20 +222,3 @@ def enable_checkpointing(model: Any, mode: Checkpointing = "full", *, offload: b
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def compile_layers(model: Any) -> None:
-    """Compile each decoder layer for any number of tokens, without the attention over a forest.
-
-    Raises ConfigError for a model whose decoder has no list of layers.
-    """
-    layers = getattr(model.get_decoder(), "layers", None)
-    if layers is None:
-        raise ConfigError(
-            f"the decoder of {type(model).__name__} has no list of layers to compile",
-            hint="leave out --torch_compile",
-        )
-    # Torch's cache does not tell vector widths apart: kernels for another one crash, or give wrong gradients.
-    torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
-    for layer in layers:
-        layer.compile(dynamic=True)

@@ -190,6 +190,8 @@ class Publisher:
     max_staleness: int
     """Maximum number of steps since the newest published version; sampling waits beyond it."""
     stop: asyncio.Event
+    keeps_sampled: bool = False
+    """Whether versions stay on disk while an unfinished group has tokens of theirs."""
     saved: Path | None = None
     """The newest complete checkpoint."""
     saved_step: int = 0
@@ -466,6 +468,7 @@ class Publisher:
             attempt=attempt,
             keep=self.config.published_versions_kept,
             keep_every=self.config.keep_every,
+            keeps_sampled=self.keeps_sampled,
         )
         try:
             with explain_write_errors(files.folder, self.controller.writer.model.bytes):

@@ -36,6 +36,7 @@ from agentrl.config.training import SFTConfig
 from agentrl.data.finalize_group import to_training_data
 from agentrl.data.forest import chain
 from agentrl.distributed.accelerate_config import with_launch_settings
+from agentrl.distributed.build_policy import step_precision
 from agentrl.distributed.mesh import World, launched_world
 from agentrl.documents.images import MARKER, Image
 from agentrl.documents.task import Task
@@ -44,7 +45,7 @@ from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, ImageError, TaskFileError, TrainingError, TrajectoryError
 from agentrl.losses.settings import LossSettings, check_idle
 from agentrl.model.flops import Precision
-from agentrl.train.build import build_trainer, step_precision
+from agentrl.train.build import build_trainer
 from agentrl.train.controller import follow, lead
 from agentrl.train.optimizer import schedule_length
 from agentrl.train.step import PolicyTrainer

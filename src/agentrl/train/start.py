@@ -30,10 +30,12 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
+from agentrl.config.training import VERSION_LOGPROBS
 from agentrl.data.finalize_group import verifier
 from agentrl.data.planner import packing_problem
 from agentrl.data.stream import STEP_SOURCES, DataStream, StepSource, StreamSettings, freshness_of
 from agentrl.distributed.accelerate_config import with_launch_settings
+from agentrl.distributed.build_policy import step_precision
 from agentrl.distributed.mesh import World, launched_world
 from agentrl.documents.status import TrainerEnd
 from agentrl.documents.training import Checkpoint, TrainStep
@@ -47,7 +49,7 @@ from agentrl.observe.trackers import open_trackers
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train import checkpoint
-from agentrl.train.build import build_trainer, step_precision
+from agentrl.train.build import build_trainer
 from agentrl.train.controller import Controller, follow, lead
 from agentrl.train.disk_space import check_output, retention
 from agentrl.train.folders import RunFolders, place_of, run_folders
@@ -142,6 +144,7 @@ async def _train(configs: Configs, world: World, lead_in: int | None) -> bool:
                 turns=DeviceTurns(lease=device, controller=controller),
                 folders=folders,
                 max_staleness=source.max_staleness,
+                keeps_sampled=configs[LossConfig].old_logprobs == "version",
                 stop=stop,
                 saved=found.folder if found else None,
                 # Count it as saved: it is the checkpoint's step, or the base model's, which needs none.
@@ -274,6 +277,7 @@ def _stream(store: Store, configs: Configs, controller: Controller, progress: Pr
             packing_problem,
             vocab_size=controller.policy.model.config.get_text_config().vocab_size,
             max_tokens=train.max_tokens,
+            column=VERSION_LOGPROBS if configs[LossConfig].old_logprobs == "version" else None,
         ),
         engine_alive_seconds=configs[EngineConfig].alive_seconds,
     )

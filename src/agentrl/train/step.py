@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from agentrl.config.training import MemoryConfig
+from agentrl.config.training import VERSION_LOGPROBS, MemoryConfig
 from agentrl.data.forest import TokenForest
-from agentrl.data.planner import CPU_FILL, PrefixMerging, build_micro_batches
+from agentrl.data.planner import PrefixMerging
+from agentrl.distributed.build_policy import pack_forests
 from agentrl.distributed.fsdp import clean_step
 from agentrl.distributed.mesh import Mesh
 from agentrl.distributed.parallel_model import ParallelModel
@@ -42,7 +43,6 @@ from agentrl.model.load import Policy
 from agentrl.model.logprobs import ForwardOptions
 from agentrl.model.lora import Adapter
 from agentrl.model.routing import RouterReplay
-from agentrl.model.vision import attach_pixels
 
 
 @dataclass(slots=True)
@@ -119,7 +119,9 @@ class StepLoss:
         part = reduce_losses(
             result.losses, batch.mask, batch.row, batch.trajectories, self.whole, self.settings, batch.lengths
         )
-        measured = measure(batch, result, entropy.detach())
+        measured = measure(
+            batch, result, entropy.detach(), by_version=self.settings.old_logprobs == "version"
+        )
         self._added.append((forest, torch.cat([part.detach().double()[None], measured])))
         return part
 
@@ -156,9 +158,16 @@ def token_batch(
     )
     if not settings.loss.from_policy and not settings.loss.compares:
         behavior = logprobs.detach()
+    columns = {
+        name: torch.from_numpy(values).to(logprobs.device)
+        for name, values in ({} if forest.columns is None else forest.columns.values).items()
+    }
     return TokenBatch(
         logprobs=logprobs,
-        old_logprobs=old_logprobs(settings.old_logprobs, logprobs if start is None else start, behavior, age),
+        old_logprobs=old_logprobs(
+            settings.old_logprobs, logprobs if start is None else start, behavior, age,
+            columns.get(VERSION_LOGPROBS),
+        ),
         reference_logprobs=reference,
         behavior_logprobs=behavior,
         advantages=advantages,
@@ -169,11 +178,8 @@ def token_batch(
         trajectories=forest.trajectories,
         lengths=lengths,
         means=means,
-        columns={
-            name: torch.from_numpy(values).to(logprobs.device)
-            for name, values in ({} if forest.columns is None else forest.columns.values).items()
-        },
-    )
+        columns=columns,
+    )  # fmt: skip
 
 
 def count_step(forests: Sequence[TokenForest]) -> Denominators:
@@ -416,6 +422,8 @@ def join_metrics(updates: Sequence[Mapping[str, Any]], first_pass: int) -> dict[
         value = next(update[name] for update in updates if name in update)
         share = "taught_fraction" if name == "kl_teacher" else ""
         weights = [float(update["trainable_tokens"]) * update.get(share, 1.0) for update in updates]
+        if name == "version_gap":  # it is of tokens of age 0 alone
+            weights = [update["staleness_histogram"].get("0", 0.0) for update in updates]
         found = [(update[name], weight) for update, weight in zip(updates, weights, strict=True)
                  if name in update]  # fmt: skip
         if isinstance(value, Mapping):
@@ -600,16 +608,10 @@ class PolicyTrainer:
 
         Raises ForestError for an image that is not in ``images``.
         """
-        mesh, model = self.model.mesh, self.policy.model
-        planned = build_micro_batches(
-            data, self.max_tokens, vocab_size=model.config.get_text_config().vocab_size,
-            merging=self.prefix_merging, ranks=mesh.layout.data,
-            fill=CPU_FILL if model.device.type == "cpu" else None, ages=ages,
-            rows=self.model.executor.rows, experts=None if self.replay is None else self.replay.shape,
+        return pack_forests(
+            self.policy, self.model, self.replay, data,
+            max_tokens=self.max_tokens, merging=self.prefix_merging, ages=ages, images=images,
         )  # fmt: skip
-        # Take every n-th: the planner makes the micro-batches of one round close in size.
-        own = planned[mesh.data_rank :: mesh.layout.data]
-        return [attach_pixels(forest, self.policy.pixels, images) for forest in own]
 
     def _update(
         self,

@@ -392,7 +392,7 @@ class LocalCopy:
         if paths:
             applied = tuple(step.id for step in reached[len(whole) :])
             self._write_state(replace(state, applying=applied))
-            changed = await _to_its_end(apply, paths, self.folder, wanted)
+            changed = await to_its_end(apply, paths, self.folder, wanted)
             other = next((n for n in wanted.keys() - set(changed) if before.get(n) != wanted[n]), None)
             if other is not None or before.keys() != wanted.keys():
                 raise PublishError(f"the deltas up to version {last.id} do not change tensor {other}")
@@ -472,8 +472,8 @@ async def model_files(store: Store, version: PolicyVersion, root: Path) -> str:
     return str(folder)
 
 
-async def _to_its_end(work: Callable[..., T], *args: Any) -> T:
-    """Run ``work`` in a thread; if this is cancelled, wait for its end first: the lock is held until then."""
+async def to_its_end(work: Callable[..., T], *args: Any) -> T:
+    """Run ``work`` in a thread; if this is cancelled, wait for its end first: it holds a lock or a model."""
     task = asyncio.ensure_future(asyncio.to_thread(work, *args))
     try:
         return await asyncio.shield(task)

@@ -51,6 +51,8 @@ class PublishTarget:
     """How many of the newest versions stay."""
     keep_every: int = 0
     """Versions whose number is a multiple of this stay permanently; 0: none."""
+    keeps_sampled: bool = False
+    """Whether versions stay while a group of training that is not finalized has tokens of theirs."""
 
 
 async def publish(
@@ -212,6 +214,8 @@ async def _prune(store: Store, target: PublishTarget) -> None:
             if policy.id % target.keep_every == 0 and policy.status is VersionStatus.PUBLISHED
         )
     in_use |= await store.evaluations.needed_versions()
+    if target.keeps_sampled and (oldest := await store.groups.oldest_version("train")) is not None:
+        in_use.update(version for version in folders.values() if version >= oldest)
     kept = with_bases(kept_versions(folders.values(), in_use, keep=target.keep), known)
     deleted, pruned = surplus_folders(folders, known, kept, -1 if newest is None else newest)
     if deleted:

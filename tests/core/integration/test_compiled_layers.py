@@ -11,9 +11,9 @@ import pytest
 import torch
 from tiny_models import chains, packed, tiny_model
 
+from agentrl.distributed.build_policy import compile_layers
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.losses.settings import LossSettings
-from agentrl.train.build import compile_layers
 from agentrl.train.step import forward_backward
 
 

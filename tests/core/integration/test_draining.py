@@ -131,12 +131,13 @@ async def test_a_trajectory_that_stops_is_given_back_while_others_still_run(stor
     setting = Setting(store, router=engine, claims=LONG)
     at_once = asyncio.Event()
     running = asyncio.create_task(setting.sampler.run(setting.stop, at_once))
-    await until(lambda: engine.gate.begun.is_set() and len(setting.sampler._pool) == 2)
+    await until(lambda: engine.gate.begun.is_set() and asyncio.get_running_loop() in SLEEPERS)
     setting.stop.set()
     engine.gate.may_end.set()
 
     async def given_back() -> bool:
-        return (await store.claims.of_owner("train", setting.sampler.owner))[0].task.task_id == "b"
+        found = await store.tasks.get("train/0/a")
+        return found is not None and found.slots[0].owner is None
 
     await until(given_back)
     await released(store)
@@ -147,7 +148,11 @@ async def test_a_trajectory_that_stops_is_given_back_while_others_still_run(stor
     assert counts == [RecordStatus.RELEASED]
 
 
-async def sleepy(_: object) -> None:
+SLEEPERS: list[object] = []
+
+
+async def sleepy(rollout: Rollout) -> None:
+    SLEEPERS.append(rollout.loop)
     await asyncio.Event().wait()
 
 

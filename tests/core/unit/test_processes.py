@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from waiting import wait_until
+from waiting import wait_until, waiting_program
 
 from agentrl.base import processes
 from agentrl.base.processes import (
@@ -152,12 +153,27 @@ try:
 except StoppedBySignalError as stopped:
     sys.exit(stopped.exit_code)
 """
+STOPS_ON_SIGNALS = """
+import asyncio
+from agentrl.base.processes import stop_on_signals
+async def main():
+    at_once = asyncio.Event()
+    stop = stop_on_signals(at_once)
+    print("ready", flush=True)
+    await stop.wait()
+    print("stop, at once:", at_once.is_set(), flush=True)
+    await at_once.wait()
+    print("at once", flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
 FAR = float("inf")
 
 
 @pytest.fixture
 def supervisor(monkeypatch):
     monkeypatch.setattr(processes, "_FIRST_DELAY", 0.01)
+    monkeypatch.setattr(processes, "STOP_SECONDS", 0.5)
     supervisor = Supervisor()
     yield supervisor
     supervisor.stop(5)
@@ -275,6 +291,18 @@ def test_a_second_signal_kills_the_remaining_processes(tmp_path):
         process.terminate()
         time.sleep(0.5)
     assert process.wait(10) == 143
+
+
+def test_a_second_signal_ends_the_wait_and_a_third_the_process():
+    process, line = waiting_program(STOPS_ON_SIGNALS)
+    assert line == "ready"
+    with process:
+        deadline = time.monotonic() + 30
+        while process.poll() is None and time.monotonic() < deadline:
+            process.terminate()
+            time.sleep(0.3)
+        assert process.stdout.read().splitlines() == ["stop, at once: False", "at once"]
+    assert process.returncode == -signal.SIGTERM
 
 
 def is_gone(pid):

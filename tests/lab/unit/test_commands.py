@@ -32,7 +32,7 @@ HAND_PARSED = (
 def test_the_examples_of_each_command_are_of_that_command() -> None:
     groups = (*GROUPS, SFTConfig, PlanConfig, BlameConfig, WhatIfConfig)
     known = {field.name for group in groups for field in fields(group)}
-    known |= {"config", "config_file", "limit", "until_empty"}
+    known |= {"config", "config_file", "limit", "self", "until_empty", "wait_seconds"}
     for command, examples in EXAMPLES.items():
         for example in examples:
             assert command.split()[-1] in example

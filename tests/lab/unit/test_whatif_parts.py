@@ -42,8 +42,9 @@ def test_the_ids_of_without_may_come_from_a_pipe() -> None:
 def test_a_what_if_refuses_an_age_that_drops_nothing() -> None:
     child = parsed("--max_staleness", "3")
     _require_usable(child, {"learning_rate"})
-    with pytest.raises(ConfigError, match="--max_staleness with --staleness_policy drop"):
-        _require_usable(child, {"max_staleness"})
+    for unread in (child, parsed("--max_staleness", "3", "--staleness_policy", "drop")):
+        with pytest.raises(ConfigError, match="--max_staleness without a --staleness_policy that reads it"):
+            _require_usable(unread, {"max_staleness"})
     _require_usable(parsed("--max_staleness", "3", "--staleness_policy", "mask"), {"max_staleness"})
 
 

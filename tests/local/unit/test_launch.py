@@ -94,6 +94,19 @@ def test_a_teacher_is_started_with_the_recipe_that_distils(
     assert not launcher.plan("train", "--teacher", "http://127.0.0.1:9").teaches
 
 
+def test_a_run_with_version_as_its_old_policy_starts_the_filler_of_its_column(
+    launcher: Launcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not launcher.plan("train").teaches_self
+    with pytest.raises(ConfigError, match="reads the column version_logprobs"):
+        launcher.plan("train", "--old_logprobs", "version")
+    plan = launcher.plan("train", "--old_logprobs", "version", "--columns", "version_logprobs")
+    assert plan.teaches_self
+    assert "start agentrl teach too" not in capsys.readouterr().out
+    (filler,) = (each for each in launch.processes_of(plan)[0] if each.name == "old-logprobs")
+    assert list(filler.command[-len(plan.flags) - 3 :]) == ["teach", "--self", "true", *plan.flags]
+
+
 def eight_gpus(environment: Mapping[str, str]) -> Gpus:
     return Gpus(names=tuple("01234567"), kind="NVIDIA H100", memory_gib=(79.0,) * 8)
 

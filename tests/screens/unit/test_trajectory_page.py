@@ -68,6 +68,8 @@ def test_turns_have_messages_thoughts_and_tools_and_form_contexts() -> None:
     assert [(item.turns, item.what, item.trained) for item in branches] == [
         ([1, 2], "main", "yes"), ([3], "side", "no"), ([1, 4], "role critic", "yes")
     ]  # fmt: skip
+    left = replace(RECORD, untrained_calls=(1,), dropped_calls=(1,))
+    assert [item.what for item in branch_views(left, calls)] == ["dropped", "side", "role critic"]
 
 
 def test_few_shot_messages_are_set_apart_from_the_turns() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rollout_fakes import ScriptedEngine, format_of
 from rootfs_here import make_rootfs, rootfs_problem
+from waiting import cancel
 
+from agentrl.base.folder_owner import OWNER_FILE
 from agentrl.config.load import parse
 from agentrl.config.sampling import ContainerConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, ToolConfig
@@ -20,7 +24,8 @@ from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.environments.environment import use_containers
-from agentrl.errors import ConfigError, TaskFileError
+from agentrl.environments.snapshots import Snapshots
+from agentrl.errors import ENGINES, ConfigError, EngineError, TaskFileError
 from agentrl.local.try_task import run_solutions
 from agentrl.rollout.load_tasks import read_task_source
 from agentrl.rollout.worker import Worker
@@ -288,3 +293,55 @@ async def test_a_health_check_that_fails_names_its_command(
     assert record.failure is not None
     assert "test -d /app/protocol.md` failed 3 times" in record.failure.message
     assert record.harness is None or record.harness.scoring is None
+
+
+FIRST = "echo $RANDOM$RANDOM$RANDOM > /root/first; rm /bin/yes; cat /root/first"
+SECOND = "cat /root/first; [ -e /bin/yes ] || echo gone"
+
+
+async def test_another_sampler_goes_on_with_the_files_of_the_container(store: Store, tmp_path: Path) -> None:
+    """The first command never says the same again: the trajectory would begin anew without the files."""
+    await store.tasks.load([read_task_source(TASKS / "write-file", num_generations=1).tasks[0]])
+    reached = asyncio.Event()
+
+    def hang(_: str) -> str:
+        reached.set()
+        raise EngineError("no engine answers", outage=ENGINES)
+
+    def worker(*script: Any) -> Worker:
+        engine = ScriptedEngine(format_of(), *script)
+        return Worker(
+            store=store, router=engine, tools=tools, chat_format=engine.chat_format, params=SamplingParams(),
+            seed=7, agent=AgentConfig(agent_name="react"), sampling=SamplingConfig(),
+            claims=ClaimConfig(max_attempts=1), snapshots=Snapshots(str(kept), store.settings.owner, 1 << 20),
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    kept = tmp_path / "snapshots"
+    async with ToolPool(ToolConfig()) as tools:
+        first = await store.claims.claim(split="train", owner="first", lease_seconds=600)
+        assert first is not None
+        running = asyncio.create_task(worker(call(FIRST), hang).run(first))
+        await reached.wait()
+
+        async def reference() -> str | None:
+            calls = await store.model_calls.by_record(first.record_id)
+            return calls[0].snapshot if calls else None
+
+        for _ in range(400):
+            if await reference() is not None:
+                break
+            await asyncio.sleep(0.05)
+        await cancel(running)
+        await store.attempts.release(first)
+        assert len([path for path in kept.iterdir() if path.is_dir()]) == 1
+
+        second = await store.claims.claim(split="train", owner="second", lease_seconds=600)
+        assert second is not None
+        await worker(call(SECOND), DONE).run(second)
+    record = await store.records.get(first.record_id)
+    assert record is not None
+    assert (record.status, record.owners[-1].replayed, record.turns) == (RecordStatus.SCORED, 1, 3)
+    calls = await store.model_calls.by_record(record.id)
+    began, went_on = (each.tool_executions[0].result for each in calls[:2])
+    assert went_on == f"{began}\ngone"
+    assert [path.name for path in kept.iterdir()] == [OWNER_FILE], "what is over is deleted"

@@ -18,6 +18,7 @@ from gateway_run import gateway_task
 from harness_run import CALL, PYTHON, HarnessRun, write_harness
 from rollout_fakes import FakeTools
 
+from agentrl.base.concurrency import end_tasks
 from agentrl.config.sampling import GatewayConfig
 from agentrl.config.schema import AgentConfig, SamplingConfig
 from agentrl.documents.record import Ending
@@ -65,6 +66,51 @@ async def test_a_harness_answers_changes_files_and_is_scored_by_a_command(
     assert run.run.stderr == "policy of ${HOME}\n"
     assert run.changed_files == ("sum.py", "tests/check.sh")
     assert "-    return a - b\n+    return a + b\n" in run.diff
+
+
+TALK = f"""
+{PYTHON} - <<'EOF'
+import json, os, time, urllib.request
+head = {{"Authorization": "Bearer " + os.environ["AGENTRL_API_KEY"], "Content-Type": "application/json"}}
+url = os.environ["AGENTRL_BASE_URL"] + "/chat/completions"
+messages = [{{"role": "user", "content": f"Clock {{time.time_ns()}}. Hi"}}]
+for _ in range(3):
+    ask = {{"model": "policy", "messages": messages}}
+    answer = json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(ask).encode(), head)))
+    messages += [answer["choices"][0]["message"], {{"role": "user", "content": "more"}}]
+    print(messages[-2]["content"], file=open("said.txt", "a"))
+EOF
+"""
+"""A program with its own idea of the time, which asks three times and keeps what was said."""
+
+
+async def test_a_program_starts_again_under_the_next_sampler_and_goes_on_where_it_was(
+    store: Store, tmp_path: Path
+) -> None:
+    config = {"isolation": "limits", "volatile": [r"Clock \d+"], "answer": {"file": "said.txt"}}
+    path = write_harness(tmp_path, TALK, **config)
+    lost, hangs = HarnessRun(store, path, "one", "two"), asyncio.Event()
+    generate = lost.engine.generate
+
+    async def two_answers(*given: Any, **named: Any) -> Any:
+        if len(lost.engine.outputs) == 2:
+            hangs.set()
+            await asyncio.Event().wait()
+        return await generate(*given, **named)
+
+    lost.engine.generate = two_answers  # type: ignore[method-assign]
+    claim = await lost.claim()
+    running = asyncio.create_task(lost.worker.run(claim))
+    await hangs.wait()
+    await store.claims.heartbeat([claim], 0.0)
+    run = HarnessRun(store, path, "three")
+    record = await run.run()
+    await end_tasks(running)
+    await lost.host.close()
+    assert record.failure is None, record.failure
+    assert record.final_answer == "one\ntwo\nthree\n"
+    assert (len(run.engine.outputs), record.turns, record.dropped_calls) == (1, 3, ())
+    assert [(owner.ended, owner.replayed) for owner in record.owners] == [("lease", 0), (None, 2)]
 
 
 def post(key: str) -> str:

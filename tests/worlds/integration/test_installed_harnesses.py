@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 from installed_harnesses import ROOT, InstalledRun, call, require_harness
 
+from agentrl.base.concurrency import end_tasks
 from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.store.client import Store
 
@@ -119,6 +121,26 @@ async def test_a_harness_solves_a_task_and_is_recorded_exactly(store: Store, har
     assert ((record.final_answer or "").strip(), record.score) == ("14682", 1.0)
     assert len(run.main) == 3
     assert len(run.calls) == 3 + harness.side_calls
+    run.check_exact(record)
+
+
+@pytest.mark.parametrize("harness", HARNESSES, ids=lambda harness: harness.name)
+async def test_a_harness_whose_sampler_was_lost_goes_on_where_it_was(store: Store, harness: Harness) -> None:
+    require_harness(harness.name, harness.command)
+    path, calls = EXAMPLES / harness.config, 3 + harness.side_calls
+    lost = InstalledRun(store, path, script_of(harness), hangs_at=calls - 1)
+    running = asyncio.create_task(lost.run("The number is 7341.", "14682"))
+    await lost.engine.hangs.wait()
+    await store.claims.heartbeat([lost.claim], 0.0)
+    run = InstalledRun(store, path, script_of(harness))
+    record = await run.run("The number is 7341.", "14682")
+    await end_tasks(running)
+    assert record.failure is None, record.failure.message
+    assert ((record.final_answer or "").strip(), record.score) == ("14682", 1.0)
+    last = record.owners[-1]
+    assert (last.replayed, last.dropped, len(run.engine.outputs)) == (calls - 1, 0, 1)
+    run.engine.prompts = [*lost.engine.prompts, *run.engine.prompts]
+    run.engine.outputs = [*lost.engine.outputs, *run.engine.outputs]
     run.check_exact(record)
 
 

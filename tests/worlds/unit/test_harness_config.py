@@ -52,6 +52,8 @@ BAD = {
     "{command: 'true', fail_on: [exited]}": ("fail_on[0] is 'exited'", "a failure"),
     "{command: 'true', fail_on: [crash]}": ("fail_on[0] is 'crash'", "nonzero_exit"),
     "{command: 'true', answer: {}}": ("answer is {}", "file"),
+    "{command: 'true', volatile: ['(']}": ("volatile[0] is '('", "a regular expression of Python"),
+    "{command: 'true', volatile: [a, '[0-9]*']}": ("volatile[1] is", "does not match the empty text"),
 }  # fmt: skip
 
 

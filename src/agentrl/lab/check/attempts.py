@@ -52,6 +52,7 @@ CHECKED_FIELDS = {
     "turns": 1, "tool_calls": 1, "context_resets": 1, "prompt_tokens": 1, "generated_tokens": 1,
     "min_version": 1, "max_version": 1, "owner": 1, "fence": 1, "owners": 1, "traj": 1, "trained_count": 1,
     "last_trained_step": 1, "scored_at": 1, "pruned_at": 1, "untrained_calls": 1, "dropped_calls": 1,
+    "train_rule": 1,
 }  # fmt: skip
 """The fields of a Record that the rules need; texts are left out."""
 
@@ -151,6 +152,8 @@ def _running(slot: Json, record: Json) -> Iterator[CheckProblem]:
 
 def _dropped(record: Json, records: Mapping[int, Json]) -> Iterator[CheckProblem]:
     """Check that what a divergence dropped is kept, as the Record of the attempt in which it was."""
+    if record.get("train_rule") is not None:
+        return  # of a gateway: dropped calls stay where they are, untrained
     for owner in record.get("owners") or ():
         if owner.get("dropped") and owner["attempt"] not in records.keys() - {record["attempt"]}:
             what = f"the Record of the {owner['dropped']} model calls that attempt {owner['attempt']} dropped"
@@ -275,16 +278,17 @@ def _call(call: Json, earlier: dict[str, Json]) -> Iterator[CheckProblem]:
 
 
 def owner_problems(record: Json, calls: Sequence[Json], clock_skew_seconds: float) -> Iterator[CheckProblem]:
-    """Yield contradictions between the owners of a Record, and what was written by none of them in its time.
+    """Yield contradictions between the owners of a Record, and calls that none of them made in its time.
 
-    Records and calls of older versions name none.
+    Records of older versions have no owners, nor has what a divergence dropped.
     """
-    name, owners = f"Record {record['_id']}", record.get("owners") or ()
+    name, owners = f"Record {record['_id']}", record.get("owners")
+    if not owners:
+        return
     attempts = [owner["attempt"] for owner in owners]
-    if attempts != sorted(set(attempts)) or (attempts and attempts[0] < record["attempt"]):
+    if attempts != sorted(set(attempts)) or attempts[0] < record["attempt"]:
         yield CheckProblem(name, "owners in order", f"rising attempts from {record['attempt']} on", attempts)
-    if attempts:
-        yield from differing(name, [("the attempt of its last owner", attempts[-1], record.get("fence"))])
+    yield from differing(name, [("the attempt of its last owner", attempts[-1], record.get("fence"))])
     for owner in owners[:-1]:
         if owner.get("ended") is None:
             what = f"why attempt {owner['attempt']} ended, since another owner followed"

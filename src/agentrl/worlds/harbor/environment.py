@@ -27,7 +27,7 @@ from agentrl.documents.record import CommandRun, HarnessRun
 from agentrl.documents.status import ToolState
 from agentrl.documents.task import Task
 from agentrl.documents.task_json import BadTaskError
-from agentrl.environments.environment import Environment, container_flags, environment
+from agentrl.environments.environment import Environment, environment
 from agentrl.errors import TaskEnvironmentError, ToolServerError
 from agentrl.worlds.archives import compare
 from agentrl.worlds.containers.changes import Changes, NotKeptError
@@ -264,12 +264,12 @@ class Harbor(Environment):
         if not 0 < seconds <= _LONGEST_BASH_SECONDS:
             raise ValueError(f"seconds is {seconds:g}; give a number up to {_LONGEST_BASH_SECONDS:g}")
         await self._note_beginning()
-        return output_text(await self.run([self._shell, "-c", f"exec 2>&1\n{command}"], seconds=seconds))
+        return output_text(await self._run([self._shell, "-c", f"exec 2>&1\n{command}"], seconds=seconds))
 
     async def _note_beginning(self) -> None:
         """List the container's files before the first command, for snapshots: a harness needs none."""
         async with self._beginning:
-            if self._work is None and container_flags().snapshot_mb > 0:
+            if self._work is None and self.keeps_files:
                 self._work = Changes(self.container, self._scratch)
                 try:
                     await self._work.begin()
@@ -293,7 +293,12 @@ class Harbor(Environment):
         return self._harbor.toml.agent.user
 
     async def run(self, command: list[str], *, seconds: float) -> Execution:
-        """Run a command of the agent, as the agent's user."""
+        """Run a command of the agent, as the agent's user; from then on no snapshot is made."""
+        # Such commands are not stored: an agent that runs again runs them again, before files are restored.
+        self._unkept = NotKeptError("the agent runs commands of its own beside its tools")
+        return await self._run(command, seconds=seconds)
+
+    async def _run(self, command: list[str], *, seconds: float) -> Execution:
         return await self.container.run(
             command, seconds=seconds, user=self.user, output_bytes=OUTPUT_BYTES,
             shown_bytes=_SHOWN_BYTES,

@@ -39,6 +39,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import AdapterConfig, MemoryConfig, OptimConfig, TrainConfig
 from agentrl.data.planner import PrefixMerging, build_micro_batches
+from agentrl.distributed.build_policy import compile_layers
 from agentrl.distributed.mesh import build_mesh, leave_processes, plan_layout
 from agentrl.distributed.parallel_model import ParallelModel, parallelize
 from agentrl.distributed.pipeline_stages import tied_weight
@@ -50,7 +51,7 @@ from agentrl.model.load import Policy
 from agentrl.model.logprobs import ForwardOptions
 from agentrl.model.lora import Adapter, add_adapter
 from agentrl.model.routing import RouterReplay, find_routers
-from agentrl.train.build import checkpointing_mode, compile_layers, enable_checkpointing
+from agentrl.train.build import checkpointing_mode, enable_checkpointing
 from agentrl.train.controller import Lane, RankWriter
 from agentrl.train.optimizer import build_optimizer, load_optimizer
 from agentrl.train.step import FrozenLogprobs, PolicyTrainer, TokenValues

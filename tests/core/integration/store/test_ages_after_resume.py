@@ -31,7 +31,8 @@ GROUPS: Mapping[str, Sequence[Sequence[int]]] = {
 Under ``drop`` the third and the fifth are stale, under ``mask`` the first trajectory of the fifth.
 """
 POLICIES = {
-    "drop": Freshness(max_staleness=LAG),
+    "keep": Freshness(max_staleness=LAG, policy="keep"),
+    "drop": Freshness(max_staleness=LAG, policy="drop"),
     "mask": Freshness(max_staleness=LAG, policy="mask"),
     "decay": Freshness(max_staleness=LAG, policy="decay", decay=0.5),
 }
@@ -156,6 +157,7 @@ async def test_steps_that_are_done_again_train_data_of_the_same_ages(
         ("drop", "fresh", [[0, 0, 2, 2], [2, 2, 2, 2]]),
         ("mask", "older", [[0, 0], [0, 0, 0, 0]]),
         ("decay", "older", [[0, 0, 3, 3], [0, 0, 0, 0]]),
+        ("keep", "older", [[0, 0, 3, 3], [0, 0, 0, 0]]),
     ],
 )
 async def test_a_withdrawn_version_has_the_age_of_its_step(

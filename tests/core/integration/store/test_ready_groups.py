@@ -59,7 +59,7 @@ async def change(store: Store, ids: Sequence[str], **fields: Any) -> None:
 async def take(store: Store, step: int, max_trained_count: int = 1, **freshness: Any) -> StepData:
     settings = StreamSettings(
         groups_per_step=1, num_epochs=1, wait_seconds=20.0, max_trained_count=max_trained_count,
-        freshness=Freshness(**{"max_staleness": 1, **freshness}),
+        freshness=Freshness(**{"max_staleness": 1, "policy": "drop", **freshness}),
     )  # fmt: skip
     batch = await DataStream(store, settings).take(step)
     assert batch is not None
@@ -71,6 +71,15 @@ async def test_a_group_is_trained_whole_however_much_is_ready(store: Store) -> N
         await add(store, f"early{number}", order=number, minute=number, versions=[[0]] * 3)
     slow = await add(store, "slow", order=0, minute=9, versions=[[0]] * 8)
     assert [item.id for item in (await take(store, 1)).data] == slow
+
+
+async def test_a_group_that_waited_for_one_long_trajectory_keeps_its_place(store: Store) -> None:
+    slow = await add(store, "slow", order=0, minute=9, versions=[[0], [0], [0, 3]])
+    for number in range(1, 4):
+        await add(store, f"fast{number}", order=number, minute=number, versions=[[3]] * 3)
+    batch = await take(store, 4, policy="keep")
+    assert ([item.id for item in batch.data], batch.ages) == (slow, {0: 3, 3: 0})
+    assert (await statuses(store))[DataStatus.STALE] == 0
 
 
 async def test_fresh_groups_come_before_all_that_were_trained(store: Store) -> None:

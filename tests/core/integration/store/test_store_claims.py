@@ -130,6 +130,23 @@ async def test_begun_groups_come_first_and_admission_limits_new_ones(store: Stor
     assert await store.groups.count_open("train") == 2
 
 
+@pytest.mark.parametrize("is_reaped", [True, False])
+async def test_a_dead_owners_trajectory_goes_before_groups_that_began_later(
+    store: Store, is_reaped: bool
+) -> None:
+    await store.tasks.load(make_tasks(3, generations=2))
+    first = [await take(store, limit=2) for _ in range(3)]
+    assert [claim and claim.task.order for claim in first] == [0, 0, 1]
+    assert first[0] is not None
+    await expire(store, first[0])
+    if is_reaped:
+        assert await store.expired_leases.reap("train") == 1
+    rest = [await take(store, "new", limit=3) for _ in range(4)]
+    # A slot that is not reaped yet comes after the open ones, and before any group that begins now.
+    begun = [0, 1] if is_reaped else [1, 0]
+    assert [claim and claim.task.order for claim in rest] == [*begun, 2, 2]
+
+
 @pytest.fixture
 async def crowd(store: Store, run_config: RunConfig) -> AsyncIterator[list[Store]]:
     """Four connections to one run."""

@@ -231,6 +231,8 @@ class NoWorker:
 
     def __init__(self, store: Store) -> None:
         self.outages = Outages()
+        self.stop = asyncio.Event()
+        self.snapshots = None
         self.tools = FakeTools()
         self.sampling = SamplingConfig()
         self.scoring = Scoring(

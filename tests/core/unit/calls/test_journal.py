@@ -19,7 +19,7 @@ from trajectories import ADD, ANSWER, Trajectory
 from agentrl.calls import journal as journal_module
 from agentrl.calls.journal import Journal
 from agentrl.documents.document import now
-from agentrl.documents.model_call import STEP, DispatchedSamplingTask, Event, full_messages
+from agentrl.documents.model_call import STEP, DispatchedSamplingTask, Event, ToolExecution, full_messages
 from agentrl.documents.status import StopReason, ToolState
 from agentrl.errors import ReplayError, ToolServerError, TrajectoryError
 from agentrl.rollout.agent_io import Outcome
@@ -433,3 +433,97 @@ async def test_an_answer_of_the_environment_comes_back_to_its_own_call() -> None
     assert journal.event(STEP, "hit", (other,)) is one
     assert journal.event(STEP, "hit") is None
     assert journal.done == [other, one]
+
+
+class Files:
+    """What sessions that keep files were asked for; ``has``: what was kept can be restored."""
+
+    def __init__(self) -> None:
+        self.has = True
+        self.restored: list[str] = []
+        self.replayed: list[str] = []
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> Files:
+    asked = Files()
+
+    async def snapshot(session: FakeSession) -> str:
+        return f"files after {len(session.tools.calls)}"
+
+    async def restore(_: FakeSession, reference: str) -> bool:
+        asked.restored.append(reference)
+        return asked.has
+
+    async def replay(_: FakeSession, executions: Sequence[ToolExecution]) -> None:
+        asked.replayed += [execution.name for execution in executions]
+
+    for name, method in (("snapshot", snapshot), ("restore", restore), ("replay", replay)):
+        monkeypatch.setattr(FakeSession, name, method)
+    monkeypatch.setattr(FakeSession, "keeps_files", True)
+    monkeypatch.setattr(FakeSession, "state_of", lambda *_: ToolState.SNAPSHOT)
+    return asked
+
+
+async def kept(agent: str | Agent = "react", script: Sequence[str] = (ADD, ADD, ADD, ADD, ANSWER)) -> Any:
+    """The stored calls of a trajectory whose tools keep files."""
+    first = Trajectory(*script)
+    await first.run(agent)
+    return [turn.document() for turn in first.rollout._calls.made]
+
+
+async def test_files_are_kept_with_the_call_that_they_follow(files: Files) -> None:
+    calls = await kept()
+    assert [call.snapshot for call in calls] == [*(f"files after {n}" for n in (1, 2, 3, 4)), None]
+    by_roles = await kept(talk("ab"), [ADD] * 6)
+    assert {call.snapshot for call in by_roles if call.role == "b"} == {None}, "two roles act"
+    assert files.restored == []
+
+
+@pytest.mark.parametrize(
+    ("last", "has", "restored", "replayed"),
+    [("kept", True, 3, 0), ("not kept", True, 2, 1), ("cut off", True, 2, 0), ("kept", False, 3, 3)],
+)
+async def test_the_last_files_are_restored_and_the_calls_after_them_made_again(
+    files: Files, last: str, has: bool, restored: int, replayed: int
+) -> None:
+    before = (await kept())[:3]
+    if last == "not kept":
+        before[-1] = replace(before[-1], snapshot=None)
+    if last == "cut off":
+        before[-1] = replace(before[-1], snapshot=None, tool_executions=())
+    files.has = has
+    second = Next(before, ADD, ANSWER)
+    await second.run()
+    assert files.restored == [f"files after {restored}"]
+    assert len(files.replayed) == replayed
+    assert len(second.tools.calls) == (2 if last == "cut off" else 1)
+
+
+async def test_a_trajectory_whose_files_cannot_be_restored_cannot_go_on(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (await kept())[:3]
+
+    async def restore(*_: object) -> bool:
+        raise ToolServerError("the disk is full")
+
+    monkeypatch.setattr(FakeSession, "restore", restore)
+    with pytest.raises(ReplayError, match="cannot be restored: the disk is full"):
+        await Next(before, ADD, ANSWER).run()
+    assert files.replayed == []
+
+
+async def test_files_with_work_that_is_not_asked_for_again_are_left(files: Files) -> None:
+    before = (await kept())[:2]
+
+    async def other(rollout: Rollout) -> Outcome:
+        for name in ("call_tools", "ignore"):
+            turn = await rollout.generate()
+            if name == "call_tools":
+                await rollout.call_tools(turn)
+        await rollout._calls.rebuild(rollout._shared.tools)
+        return Outcome(StopReason.ANSWERED, "3")
+
+    await Next(before, ANSWER).run(other)
+    assert (files.restored, files.replayed) == ([], ["add"])

@@ -163,3 +163,19 @@ def test_a_value_given_and_the_same_by_default_agree() -> None:
 def test_a_loss_that_cannot_act_has_no_facts() -> None:
     with pytest.raises(ConfigError, match="--importance_correction is tis"):
         loss_facts("--importance_correction", "tis")
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("", "set --columns version_logprobs for"),
+        ("--columns teacher", "set --columns teacher,version_logprobs for"),
+        ("--columns version_logprobs --lora_rank 4", "recompute, or train whole weights"),
+        ("--columns version_logprobs --weight_sync tensor", "set --weight_sync disk"),
+    ],
+)
+def test_old_logprobs_of_versions_are_refused_where_none_could_be_computed(words: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match="--old_logprobs version") as refused:
+        require_trainable(parsed("--old_logprobs", "version", *words.split()))
+    assert hint in str(refused.value.hint)
+    require_trainable(parsed("--old_logprobs", "version", "--columns", "teacher,version_logprobs"))

@@ -43,7 +43,7 @@ from agentrl.train.step import count_step, split_updates, token_batch
 
 
 def stream(store: Any, replay: dict[int, tuple[str, ...]] | None = None, **changes: Any) -> DataStream:
-    fresh = Freshness(max_staleness=1)
+    fresh = Freshness(max_staleness=1, policy="drop")
     settings = StreamSettings(groups_per_step=2, num_epochs=1, freshness=fresh, wait_seconds=30.0)
     return DataStream(store, replace(settings, **changes), replay)
 
@@ -164,7 +164,12 @@ def spanning(name: str, *versions: int) -> list[DBRecordData]:
 
 @pytest.mark.parametrize(
     ("policy", "groups", "stale", "tokens"),
-    [("drop", ("b",), 4, 8), ("mask", ("a", "b"), 2, 12), ("decay", ("old", "a"), 0, 16)],
+    [
+        ("drop", ("b",), 4, 8),
+        ("mask", ("a", "b"), 2, 12),
+        ("decay", ("old", "a"), 0, 16),
+        ("keep", ("old", "a"), 0, 16),
+    ],
 )
 async def test_old_data_are_set_aside_or_cut_or_weighed(
     store: FakeStore, policy: Any, groups: tuple[str, ...], stale: int, tokens: int
@@ -277,7 +282,7 @@ def fresh(policy: Any, max_staleness: int = 2, decay: float | None = 0.5) -> Fre
     return Freshness(max_staleness=max_staleness, policy=policy, decay=decay)
 
 
-@pytest.mark.parametrize("policy", ["drop", "decay", "mask"])
+@pytest.mark.parametrize("policy", ["drop", "decay", "mask", "keep"])
 def test_data_without_an_old_token_are_trained_as_they_are(policy: str) -> None:
     for data in (of_three_versions(), *group("b", version=4)):
         assert fresh(policy).weigh(data, ages(3)) is data
@@ -304,6 +309,11 @@ def test_decayed_tokens_lose_weight_with_every_step_beyond_the_limit() -> None:
     assert decayed.behavior_logprobs == of_three_versions().behavior_logprobs
 
 
+def test_kept_tokens_are_trained_with_all_their_weight() -> None:
+    data = of_three_versions()
+    assert fresh("keep", max_staleness=0, decay=None).weigh(data, ages(9)) is data
+
+
 def test_the_age_counts_and_not_the_number_of_the_version() -> None:
     """Version 4 was published at step 1, after a resume."""
     masked = fresh("mask").weigh(of_three_versions(), {1: 1, 2: 0, 4: 3})
@@ -312,7 +322,9 @@ def test_the_age_counts_and_not_the_number_of_the_version() -> None:
     assert [span.advantage for span in decayed.spans] == [2.0, 2.0, 2.0 * math.exp(-0.5 * 2)]
 
 
-@pytest.mark.parametrize(("policy", "spans"), [("drop", "any"), ("mask", "all"), ("decay", None)])
+@pytest.mark.parametrize(
+    ("policy", "spans"), [("drop", "any"), ("mask", "all"), ("decay", None), ("keep", None)]
+)
 def test_what_makes_data_stale(policy: str, spans: str | None) -> None:
     assert fresh(policy).stale_spans == spans
 

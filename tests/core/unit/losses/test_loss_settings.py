@@ -264,6 +264,8 @@ def test_a_flag_changes_something_or_is_refused_with_a_hint(loss: str, flag: str
         ("staleness_policy", "mask", {}, True),
         ("advantage_whitening", "batch", {"drop_zero_advantage": False}, None),
         ("old_logprobs", "loglinear", {"max_staleness": 0}, False),
+        ("old_logprobs", "loglinear", {"max_staleness": 0, "staleness_policy": "drop"}, False),
+        ("old_logprobs", "version", {"max_staleness": 0}, False),
     ],
 )  # fmt: skip
 def test_flags_of_training_act_or_are_refused(
@@ -281,6 +283,15 @@ def test_flags_of_training_act_or_are_refused(
     with pytest.raises(ConfigError) as refused:
         with_loss(loss, {**needed, flag: value})
     assert refused.value.hint
+
+
+@pytest.mark.parametrize("older", [{"oversample_groups": 2}, {"max_trained_count": 2}])
+def test_tokens_become_old_on_policy_only_by_extra_groups_and_repetition(older: Mapping[str, Any]) -> None:
+    narrowed = {"importance_weight_cap_ratio": 4.0, "out_of_date_decay": 0.5, "max_staleness": 0}
+    with_loss("GRPO", {**narrowed, **older})
+    for flags in (narrowed, {**narrowed, **older, "staleness_policy": "drop"}):
+        with pytest.raises(ConfigError, match="older than"):
+            with_loss("GRPO", flags)
 
 
 def test_a_what_if_is_not_refused_for_flags_that_made_its_data() -> None:

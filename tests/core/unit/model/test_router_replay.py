@@ -14,12 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.config.schema import MemoryConfig, ModelConfig
 from agentrl.data.forest import ForestRouting, TokenForest, forest_from_sequences, merge_prefixes
+from agentrl.distributed.build_policy import build_replay
 from agentrl.documents.model_call import ExpertShape
 from agentrl.errors import ModelError
 from agentrl.model.attention import build_executor
 from agentrl.model.check_model import check_replay
 from agentrl.model.routing import RouterReplay, find_routers, record_choices
-from agentrl.train.build import build_replay, enable_checkpointing
+from agentrl.train.build import enable_checkpointing
 
 SHAPE = ExpertShape(layers=2, top_k=2, experts=8)
 

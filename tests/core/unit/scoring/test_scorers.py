@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +309,13 @@ async def test_turn_rewards_come_from_the_scorer_or_else_from_the_tools() -> Non
     assert "turn_rewards" not in summed.details
     without = await run_scorer("format", ScorerContext(query="q", final_answer="4", calls=(call(),)), 10)
     assert "turn_rewards" not in without.details
+
+
+async def test_a_dropped_call_keeps_its_index_and_gets_nothing() -> None:
+    dropped = replace(call(status="formaterror"), dropped=True)
+    given = ScorerContext(query="q", final_answer="4", calls=(call(), dropped))
+    assert (await run_scorer(f"{__name__}:gives_by_index", given, 10)).details["turn_rewards"] == [0.0, 0.0]
+    assert await score("format", given) == 1.0
 
 
 async def test_the_example_rewards_calls_whose_tools_worked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ Seen = dict[int, list[tuple[str, list[int], list[float]]]]
 """What each step trained: an id, and the age and the advantage of each span."""
 
 POLICIES = {
-    "drop": (Freshness(max_staleness=1), 1),
+    "keep": (Freshness(max_staleness=1, policy="keep"), 2),
+    "drop": (Freshness(max_staleness=1, policy="drop"), 1),
     "mask": (Freshness(max_staleness=1, policy="mask"), 2),
     "decay": (Freshness(max_staleness=1, policy="decay", decay=0.5), 2),
 }

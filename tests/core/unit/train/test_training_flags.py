@@ -93,8 +93,13 @@ DERIVED: Mapping[str, tuple[type, Any, str]] = {
 REFUSED: tuple[tuple[str, Any, Mapping[str, Any], Mapping[str, Any]], ...] = (
     ("mini_batches", 5, {}, {"groups_per_step": 5}),
     ("max_staleness", 3, {"sync_sampling": True}, {}),
-    ("max_trained_count", 2, {"retrained_interval": 2}, {"retrained_interval": 2, "max_staleness": 2}),
-    ("max_trained_count", 2, {"sync_sampling": True}, {}),
+    (
+        "max_trained_count",
+        2,
+        {"retrained_interval": 2, "staleness_policy": "drop"},
+        {"retrained_interval": 2, "max_staleness": 2},
+    ),
+    ("max_trained_count", 2, {"sync_sampling": True, "staleness_policy": "drop"}, {"sync_sampling": True}),
     ("retrained_interval", 5, {}, {"max_trained_count": 2, "max_staleness": 5}),
     ("per_device_train_batch_size", 2, {}, {"gradient_accumulation_steps": 2}),
     ("lr_scheduler_type", "constant_with_warmup", {}, {"warmup_steps": 5}),

@@ -48,7 +48,9 @@ def trained(tmp_path: Path) -> Policy:
     return load_policy(ModelConfig(model_name_or_path=str(write_tiny_policy(tmp_path / "base"))))
 
 
-async def publish_step(store: Any, trained: Policy, root: Path, step: int) -> PolicyVersion:
+async def publish_step(
+    store: Any, trained: Policy, root: Path, step: int, *, keeps_sampled: bool = False
+) -> PolicyVersion:
     if 0 not in store.versions:
         await publish_base(store, trained.base)
     store.attempt = 1
@@ -56,7 +58,7 @@ async def publish_step(store: Any, trained: Policy, root: Path, step: int) -> Po
     write_alone(trained.published, temporary)
     complete_folder(trained.base, temporary)
     written = Written(checksums(temporary), {"step": TensorChecksum("U8", (), str(step))})
-    target = PublishTarget(root=str(root), attempt=1, keep=2)
+    target = PublishTarget(root=str(root), attempt=1, keep=2, keeps_sampled=keeps_sampled)
     return await publish(store, temporary, written, target, step=step, train_step_id=f"1/{step}")
 
 
@@ -85,6 +87,16 @@ async def test_weights_in_use_stay(user: str, tmp_path: Path, store: Any, traine
         await publish_step(store, trained, tmp_path / "weights", version)
     kept = sorted(path.name for path in (tmp_path / "weights").iterdir())
     assert kept == ["v000001", "v000003", "v000004"]
+
+
+async def test_versions_of_unfinished_groups_stay_on_request(
+    tmp_path: Path, store: Any, trained: Policy
+) -> None:
+    for step, oldest in enumerate((None, None, 1, 1, 2, None), 1):
+        store.oldest_version = oldest
+        await publish_step(store, trained, tmp_path / "weights", step, keeps_sampled=True)
+        kept = sorted(int(path.name[1:]) for path in (tmp_path / "weights").iterdir())
+        assert kept == list(range(min(oldest or step, max(step - 1, 1)), step + 1))
 
 
 async def test_no_document_without_a_folder(

@@ -73,6 +73,20 @@ async def test_everything_finished_goes_and_nothing_else(store: Store, tmp_path:
     assert await violations(store) == []
 
 
+async def test_what_the_next_owner_goes_on_with_stays(store: Store) -> None:
+    await run.add_task(store, run.RUNNING, 0)
+    kept = await run.claim(store)
+    gone = await run.claim(store)
+    for claim, restart in ((kept, False), (gone, True)):
+        await store.model_calls.add(claim, run.call(claim, 0, 0, 2))
+        await store.attempts.release(claim, restart=restart)
+    assert (await prune(store, older_than_days=0)).trajectories == 1
+    assert await with_calls(store) == {kept.record_id}
+    again = await run.claim(store)
+    assert (again.record_id, again.attempt) == (kept.record_id, 2)
+    assert (await prune(store, older_than_days=0)).trajectories == 0
+
+
 async def test_what_a_later_step_than_the_checkpoint_trained_stays(store: Store, tmp_path: Path) -> None:
     await run.build(store, tmp_path / "weights")
     await prune(store, older_than_days=0, last_step=0)
@@ -162,16 +176,3 @@ async def test_the_command_heeds_the_oldest_checkpoint(
     (output / "checkpoint-000001" / "state.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         await agentrl_db(run_config, *words)
-
-
-async def test_calls_that_the_next_owner_of_a_trajectory_reads_stay(store: Store, tmp_path: Path) -> None:
-    await run.publish(store, tmp_path / "weights", 0, step=0, train_step=None)
-    await run.add_task(store, run.RUNNING, 0, generations=1)
-    claim = await run.claim(store)
-    await store.model_calls.add(claim, run.call(claim, 0, 0, 2))
-    await store.attempts.release(claim)
-    assert await prune(store, older_than_days=0) == Pruned()
-    again = await run.claim(store)
-    assert again.record_id == claim.record_id
-    await store.attempts.release(again, restart=True)
-    assert (await prune(store, older_than_days=0)).calls == 1

@@ -108,7 +108,7 @@ REFUSED: dict[str, Attempts] = {
     "change what the run was begun with": lambda d: [
         d["Settings"].update_one({}, {"$set": {"values": {}}}),
     ],
-    "delete a document, drop a collection, change a validator or an index": lambda d: [
+    "delete any document but a model call, drop a collection, change a validator or an index": lambda d: [
         *(d[name].delete_many({}) for name in ("Task", "Record", "DBRecordData", "Admission")),
         d["Task"].drop(),
         d.command("collMod", "Record", validator={}),
@@ -230,6 +230,9 @@ async def _come_from_the_future(thief: Store, store: Store) -> None:
          "ended_at": None}
     )  # fmt: skip
     assert await store.outages.ongoing() == []
+    await thief.samplers.beat("me", host="node1", pid=7, is_draining=False)
+    await thief.database["SamplerProcess"].update_one({"_id": "me"}, {"$set": {"heartbeat": FAR}})
+    assert [sampler.state for sampler in await store.samplers.all()] == ["dead"]
 
 
 REFUSED_BY_READERS: dict[str, Trick] = {
@@ -240,7 +243,7 @@ REFUSED_BY_READERS: dict[str, Trick] = {
     "a scorer or an agent that a task names by a path": _name_a_path,
     "an environment's code, server or files that a task's `meta` names": _name_a_program,
     "a rule for what is trained that a conversation names by a path": _name_a_rule,
-    "an evaluation or an outage that was seen in the future": _come_from_the_future,
+    "an evaluation, an outage or a sampler that was seen in the future": _come_from_the_future,
 }
 
 
@@ -291,6 +294,12 @@ async def _begin_settings(thief: Store, store: Store) -> None:
     )
 
 
+async def _drain_another(thief: Store, store: Store) -> None:
+    await store.samplers.beat("other", host="node1", pid=7, is_draining=False)
+    assert await thief.samplers.ask_to_drain("other", "me")
+    assert await store.samplers.beat("other", host="node1", pid=7, is_draining=False) == "me"
+
+
 async def _open_a_url(thief: Store, store: Store) -> None:
     await thief.gateways.open_session(
         GatewaySession(
@@ -307,6 +316,7 @@ ALLOWED: dict[str, Trick] = {
     "choose the rules by which a group that it finalizes is decided (`Task.group.rules`)": _choose_the_rules,
     "change the results of an evaluation": _change_an_evaluation,
     "begin the settings of a run, also `flags/train`, before its trainer": _begin_settings,
+    "ask other samplers to drain, which ends them": _drain_another,
     "open a base URL for a running trajectory, and give its reward, as it may write the trajectory itself": (
         _open_a_url
     ),

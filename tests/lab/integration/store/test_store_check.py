@@ -144,6 +144,31 @@ async def test_what_is_right_the_second_time_is_no_violation(store: Store, weigh
     assert sorted(seen) == sorted(2 * [OTHER, SCORED, READY, f"{run.READY}/1/1"])
 
 
+async def test_each_owner_s_end_is_noted_also_of_those_that_had_made_no_record(store: Store) -> None:
+    await run.add_task(store, run.RUNNING, 0, generations=2)
+    early = await store.claims.claim(split="train", owner="early", lease_seconds=run.LEASE)
+    late = await store.claims.claim(split="train", owner="late", lease_seconds=run.LEASE)
+    assert early is not None
+    assert late is not None
+    await store.attempts.release(early)
+    await store.claims.heartbeat([late], 0.0)
+    taken = await store.claims.claim(split="train", owner="b", lease_seconds=run.LEASE)
+    again = await store.claims.claim(split="train", owner="b", lease_seconds=run.LEASE)
+    assert taken is not None
+    assert again is not None
+    await store.records.create(late)  # it does not know that it has lost the slot
+    for claim in (taken, again):
+        await store.records.create(claim)
+    ends = {
+        record.traj_id: [(owner.owner, owner.ended) for owner in record.owners]
+        for record in await store.records.by_task(run.RUNNING)
+    }
+    assert ends == {
+        0: [("early", "released"), ("b", None)], 1: [("late", "lease"), ("b", None)],
+    }  # fmt: skip
+    assert await violations(store) == []
+
+
 async def test_an_admitted_group_that_nobody_has_claimed_is_legal(store: Store, weights: Path) -> None:
     await Damage(store, weights).set(
         "Task", run.UNTOUCHED, status="running", admission={"rank": 2, "after_step": 1}
@@ -166,6 +191,10 @@ async def test_a_trajectory_that_another_owner_continues_is_legal(store: Store, 
     await store.model_calls.add(second, run.call(second, 1, 0, 8))
     assert await violations(store) == []
     assert (await check(store)).checked[Invariant.OWNERS] == {"owners": 2}
+    await store.attempts.release(second)
+    third = await run.claim(store)
+    assert await store.model_calls.drop(third, 1) == 1
+    assert await violations(store) == []  # it went another way at the second turn
 
 
 async def test_an_expired_lease_waits_where_no_sampler_lives(store: Store, weights: Path) -> None:

@@ -144,6 +144,17 @@ async def test_an_update_changes_tasks_that_nobody_has_begun_in_every_epoch(stor
     assert (await store.tasks.load([with_text(1, query="new")])).existing == 1
 
 
+async def test_a_released_trajectory_of_a_task_that_is_changed_begins_anew(store: Store) -> None:
+    await store.tasks.load([make_task(0)])
+    for text, attempt in (("?", 1), ("new", 2)):
+        claim = await store.claims.claim(split="train", owner="a", lease_seconds=60)
+        assert claim is not None
+        assert (claim.first_attempt, claim.task.query) == (attempt, text)
+        assert (await store.records.create(claim)).query == text
+        await store.attempts.release(claim)
+        await store.tasks.load([with_text(0, query="new")], update=True)
+
+
 async def test_two_that_load_different_files_at_once_do_not_both_succeed(store: Store) -> None:
     files = [[with_text(number, query=text) for number in range(2500)] for text in ("one", "two")]
     loads = await asyncio.gather(*(store.tasks.load(tasks) for tasks in files), return_exceptions=True)

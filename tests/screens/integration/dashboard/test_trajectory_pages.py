@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import quote_from_bytes
 
@@ -28,6 +29,7 @@ HOSTILE = f"{run.READY}/1/1"
 TRAINED = f"{run.TRAINED}/1/1"
 SCRIPT = "<script>alert(1)</script>"
 CONTROL = "\x1b[31mred \u202eabc"
+LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 
 
 @pytest.fixture
@@ -37,13 +39,18 @@ async def client(store: Store, run_config: RunConfig, tmp_path: Path) -> AsyncIt
     hostile = f"{SCRIPT} {CONTROL} {'x' * 1_000_000} the end"
     await store.database["Record"].update_one(
         {"_id": HOSTILE},
-        {"$set": {"query": SCRIPT + CONTROL, "final_answer": SCRIPT, "score_details": {
+        {"$set": {"query": SCRIPT + CONTROL, "final_answer": SCRIPT, "owners": [
+            {"owner": f"{SCRIPT}-7-0a1b2c", "attempt": 0, "since": LONG_AGO, "ended": SCRIPT},
+            {"owner": "b", "attempt": 1, "since": LONG_AGO, "replayed": 1, "tokens": 4, "dropped": 2,
+             "diverged_at": 1}], "score_details": {
             "scorer": SCRIPT, "judge": "m", "reply": f"{SCRIPT} Correct"}}},
     )  # fmt: skip
     await store.database["DispatchedSamplingTask"].update_one(
         {"_id": f"{HOSTILE}/0"},
         {"$set": {"response.content": hostile, "response.reasoning_content": SCRIPT,
-                  "tool_executions.0.name": SCRIPT, "tool_executions.0.result": hostile}},
+                  "tool_executions.0.name": SCRIPT, "tool_executions.0.result": hostile, "events": [
+            {"name": SCRIPT, "arguments": SCRIPT, "result": {"text": hostile}, "started_at": LONG_AGO,
+             "seconds": 0.5, "attempt": 1}]}},
     )  # fmt: skip
     async with opened(run_config, f"/runs/{store.run_name}/") as (_, client):
         yield client
@@ -118,7 +125,8 @@ async def test_a_trajectory_is_a_chat_whose_texts_are_text(client: httpx2.AsyncC
     assert "the end" not in text
     assert "&lt;script&gt;" in text
     assert 'class="hidden-character"' in text
-    for part in ("response", "result-0"):
+    assert "once &lt;script&gt;" in text
+    for part in ("response", "result-0", "event-0"):
         whole = await page(client, f"text/{HOSTILE}?call=0&part={part}")
         assert "x" * 1_000_000 in whole
         assert "the end" in whole
@@ -134,6 +142,20 @@ async def test_a_trajectory_is_a_chat_whose_texts_are_text(client: httpx2.AsyncC
     assert "/steps/1" in text
     failed = await page(client, f"trajectories/{run.TRAINED}/0/1")
     assert "the engine went away" in failed
+
+
+async def test_owners_and_what_they_left_are_shown_and_linked(client: httpx2.AsyncClient) -> None:
+    text = await page(client, f"trajectories/{HOSTILE}")
+    assert '<h2 id="owners">Owners</h2>' in text
+    assert "1 turns, 4 tokens" in text
+    assert "diverged at turn 2, 2 turns dropped" in text
+    assert f'kept as <a href="{client.base_url.path}trajectories/{HOSTILE}">' in text
+    assert "owners" not in await page(client, f"trajectories/{run.READY}/0/1")
+    scored = await page(client, f"trajectories/{run.TRAINED}/0/2")
+    assert "Other Records of this slot" in scored
+    assert f"trajectories/{run.TRAINED}/0/1" in scored
+    overview = await page(client, f"http://127.0.0.1{client.base_url.path.rstrip('/')}")
+    assert "Went on in another process" in overview
 
 
 async def test_what_does_not_exist_is_not_found(client: httpx2.AsyncClient) -> None:

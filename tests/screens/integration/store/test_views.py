@@ -59,7 +59,7 @@ async def test_who_sampled_a_trajectory_is_a_row_each_and_summed_up(store: Store
     await store.attempts.release(first)
     second = await run.claim(store)
     assert second.record_id == first.record_id
-    await store.records.note_replayed(second, turns=1, tokens=4, tool_seconds=0.5)
+    await store.records.note(second, replayed=1, tokens=4, tool_seconds=0.5)
     other = replace(run.call(second, 1, 0, 8), attempt=2)
     await store.model_calls.add(second, other)
     assert await store.model_calls.drop(second, 1) == 1
