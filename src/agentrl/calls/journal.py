@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from agentrl.calls.prompts import Prompt
@@ -49,6 +50,7 @@ class Journal:
         self._drop = drop
         self._note = note
         self._is_noted = not calls
+        self._is_parallel = _is_parallel(calls)
         self._dropping = asyncio.Lock()
         self._moved = asyncio.Event()
         self._events = [event for call in calls for event in call.events]
@@ -66,8 +68,8 @@ class Journal:
         self.diverged_at: int | None = None
 
     def __bool__(self) -> bool:
-        """Return whether model calls are left that may come back."""
-        return bool(self._left)
+        """Return whether model calls are left that may come back, or what came back is to be noted."""
+        return bool(self._left) or not self._is_noted
 
     async def call(
         self, role: str | None, prompt: Prompt, messages: Sequence[Message] | None = None
@@ -91,7 +93,7 @@ class Journal:
                     self.snapshot, self.in_snapshot = found.snapshot, None
                 return found
             try:
-                async with asyncio.timeout(_STALLED_SECONDS if self._has_parallel() else 0.0):
+                async with asyncio.timeout(_STALLED_SECONDS if self._is_parallel else 0.0):
                     await self._moved.wait()
             except TimeoutError:
                 await self._diverge()
@@ -110,16 +112,19 @@ class Journal:
                 return left.pop(index)
         return None
 
-    def event(self, name: str, arguments: Any = None) -> Event | None:
-        """Return the first event of this name if it has these arguments, and take it out."""
-        for index, event in enumerate(self._events):
-            if event.name == name:
-                if event.arguments != arguments:
-                    return None
-                if name == STEP:
-                    self.done.append(event)
-                return self._events.pop(index)
-        return None
+    def event(self, name: str, arguments: Any = None, own: Sequence[Event] = ()) -> Event | None:
+        """Return the first event of this name with these arguments, and take it out.
+
+        Those of ``own`` come before others: parallel roles may step in another order.
+        """
+        mine = {id(event) for event in own}
+        like = (event for event in self._events if event.name == name and event.arguments == arguments)
+        found = min(like, key=lambda event: id(event) not in mine, default=None)
+        if found is not None:
+            self._events = [event for event in self._events if event is not found]
+            if name == STEP:
+                self.done.append(found)
+        return found
 
     async def end(self) -> None:
         """Drop what the agent has not asked for again: it ended another way."""
@@ -153,9 +158,13 @@ class Journal:
             self._is_noted = True
             await self._note(self)
 
-    def _has_parallel(self) -> bool:
-        """Return whether another conversation of the trajectory may make the next call."""
-        return len({call.role for call in self._left}) > 1 or any(call.opens_branch for call in self._left)
+
+def _is_parallel(calls: Sequence[DispatchedSamplingTask]) -> bool:
+    """Return whether several conversations made the calls: how they interleave depended on their tools."""
+    return any(
+        call.role != before.role or call.opens_branch or call.parent not in (None, before.id)
+        for before, call in pairwise(calls)
+    )
 
 
 def _repeats(

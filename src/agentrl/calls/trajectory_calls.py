@@ -22,6 +22,7 @@ from agentrl.chat.parsers.parser import ToolCall
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.document import now, sanitize_bson
 from agentrl.documents.model_call import (
+    STEP,
     DispatchedSamplingTask,
     Event,
     ToolExecution,
@@ -141,9 +142,11 @@ class TrajectoryCalls:
         self._writer = writer
         self._begin = begin
         self._environment = environment
-        self._lost: ReplayError | None = None
+        self._lost: FailureError | None = None
         self._rebuilding = asyncio.Lock()
         self._is_rebuilt = False
+        self._asked: dict[str, dict[object, Event | None]] = {}
+        """Name of events → the questions that are not recorded, in order, with the answers that came."""
         self._files_of: Tools | None = None
         """The tools, once they are used, if they keep files."""
         self._keeping: asyncio.Task[None] | None = None
@@ -264,7 +267,7 @@ class TrajectoryCalls:
             found = self.journal.execution(turn.journal, call.name, call.arguments)
             if found is not None:
                 if not found.finished:
-                    found = replace(found, result=_INTERRUPTED, error=True)
+                    found = replace(found, result=_INTERRUPTED, error=True, attempt=self.attempt)
                     turn.change()
                 tools.recall(found)
                 turn.executions.append(found)
@@ -273,6 +276,8 @@ class TrajectoryCalls:
         self._begin()
         begun: ToolExecution | None = None
         await self.rebuild(tools)
+        if turn is not None and turn.closed:
+            turn = None
         if turn is not None and tools.state_of(call.name) is ToolState.OUTSIDE:
             begun = ToolExecution(
                 name=call.name, arguments=storable_arguments(call.arguments), result="", error=False,
@@ -283,7 +288,8 @@ class TrajectoryCalls:
             await self._writer.flush()
         images = self.images if self.reads_images and turn is not None else None
         execution = await execute(call, tools, images, self.attempt)
-        if turn is not None:
+        # Leave a call as it is stored if it was closed meanwhile: `forget_stored` may have emptied it.
+        if turn is not None and not turn.closed:
             if begun is not None:
                 turn.executions.remove(begun)
             self._note(turn, execution)
@@ -292,28 +298,39 @@ class TrajectoryCalls:
     async def rebuild(self, tools: Tools) -> None:
         """Make the state of tools and environment again, before the first call that needs it.
 
-        Raises ReplayError if a call ends otherwise than it did: then whatever the agent does raises it.
+        Raises ReplayError if a call ends otherwise than it did. After that and any other error the state is
+        unknown: whatever the agent does raises it again.
         """
         async with self._rebuilding:
             self._require_state()
-            if not self._is_rebuilt:
-                await self._restore_files(tools)
             # Change no file before it is kept: the snapshot is that of the call before.
             if self._keeping is not None:
                 await asyncio.wait([self._keeping])
-            while self.journal.done:
-                stored = self.journal.done.pop(0)
-                if isinstance(stored, ToolExecution):
-                    differs = await tools.replay([stored]) is not None
-                else:
-                    differs = await self._step_differs(stored)
-                if differs:
-                    what = stored.name if isinstance(stored, ToolExecution) else "the environment"
-                    self._lost = ReplayError(
-                        f"{what} answered a repeated call otherwise: its state is not what it was",
-                        hint="declare its state: docs/durable.md",
-                    )
-                    self._require_state()
+            try:
+                await self._rebuild(tools)
+            except FailureError as error:
+                self._lost = error
+                raise
+            except BaseException:
+                # An agent may bound its tools by a time of its own, and go on: some calls are made again.
+                self._lost = ReplayError("making the calls of earlier owners again was interrupted")
+                raise
+
+    async def _rebuild(self, tools: Tools) -> None:
+        if not self._is_rebuilt:
+            await self._restore_files(tools)
+        while self.journal.done:
+            stored = self.journal.done.pop(0)
+            if isinstance(stored, ToolExecution):
+                differs = await tools.replay([stored]) is not None
+            else:
+                differs = await self._step_differs(stored)
+            if differs:
+                what = stored.name if isinstance(stored, ToolExecution) else "the environment"
+                raise ReplayError(
+                    f"{what} answered a repeated call otherwise: its state is not what it was",
+                    hint="declare its state: docs/durable.md",
+                )
 
     async def _restore_files(self, tools: Tools) -> None:
         """Give new sessions the files that are kept; the calls that had changed them are not made again."""
@@ -329,8 +346,7 @@ class TrajectoryCalls:
         except FailureError as error:
             if error.outage is not None:
                 raise
-            self._lost = ReplayError(f"the files of the tools cannot be restored: {error.message}")
-            raise self._lost from error
+            raise ReplayError(f"the files of the tools cannot be restored: {error.message}") from error
 
         def is_kept(stored: ToolExecution | Event) -> bool:
             if isinstance(stored, ToolExecution):
@@ -386,22 +402,39 @@ class TrajectoryCalls:
         It is recorded with ``turn``, by default the latest call. Raises TrajectoryError for a value that
         cannot be stored.
         """
-        found = self.journal.event(name, arguments)
+        found = self.journal.event(name, arguments, () if turn is None else turn.events)
         if found is not None:
-            return found.result
+            return sanitize_bson(found.result)
         self._begin()
-        started_at, started = now(), time.monotonic()
-        result = sanitize_bson(await call())
-        size = len(json.dumps(result, default=str))
-        if size > _LARGEST_EVENT:
-            raise TrajectoryError(
-                f"what {name!r} returned has {size:,} characters as JSON, more than {_LARGEST_EVENT:,}",
-                hint="return what the trajectory needs of it",
-            )
-        event = Event(
-            name=name, arguments=arguments, result=result, started_at=started_at,
-            seconds=time.monotonic() - started, attempt=self.attempt,
-        )  # fmt: skip
+        asked = self._asked.setdefault(name, {})
+        question = object()
+        asked[question] = None
+        try:
+            started_at, started = now(), time.monotonic()
+            result = sanitize_bson(await call())
+            # The prompt limits the answer of an environment: one that is too long ends the trajectory there.
+            if name != STEP and (size := len(json.dumps(result, default=str))) > _LARGEST_EVENT:
+                raise TrajectoryError(
+                    f"what {name!r} returned has {size:,} characters as JSON, more than {_LARGEST_EVENT:,}",
+                    hint="return what the trajectory needs of it",
+                )
+            asked[question] = Event(
+                name=name, arguments=arguments, result=result, started_at=started_at,
+                seconds=time.monotonic() - started, attempt=self.attempt,
+            )  # fmt: skip
+        except BaseException:
+            del asked[question]
+            raise
+        finally:
+            # Record in the order of the questions: that is how the next owner's agent gets the answers.
+            for first, event in list(asked.items()):
+                if event is None:
+                    break
+                del asked[first]
+                self._record(event, turn)
+        return result
+
+    def _record(self, event: Event, turn: Turn | None) -> None:
         taker = turn or (self.made[-1] if self.made else None)
         if taker is None or taker.closed:
             self._early.append(event)
@@ -409,13 +442,15 @@ class TrajectoryCalls:
             taker.events.append(event)
             taker.change()
             self._writer.offer(taker)
-        return result
 
     async def close(self, turn: Turn) -> None:
         """Store a call that cannot change any more, unless it is stored."""
         if not turn.closed:
             turn.closed = True
             self._open.remove(turn)
+            if turn.stored is not None and turn.stored.tool_executions != (*turn.executions, *turn.journal):
+                # Store them as they came back: the messages of the next call name results by their place.
+                turn.changes += 1
             await self._writer.write(turn)
 
     async def close_settled(self) -> None:
@@ -543,7 +578,7 @@ class Histories:
             return f"Error: {problem}", True
         before = 0 if turn is None else len(turn.journal)
         execution = await self._calls.run_tool(turn, call, tools)
-        if turn is not None and len(turn.journal) == before:
+        if turn is not None and not turn.closed and len(turn.journal) == before:
             turn.tool_seconds += execution.seconds
             turn.change()
         return execution.text, execution.error

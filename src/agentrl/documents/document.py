@@ -214,9 +214,13 @@ def sanitize_bson(value: Any, depth: int = 0) -> Any:
     """Return ``value`` with everything that BSON cannot hold converted.
 
     Lone surrogates, and NUL in keys, are replaced. Integers beyond 64 bits, nesting beyond 40 levels and
-    other objects become strings, sets become lists, and numbers of other libraries become Python's.
+    other objects become strings, sets become lists, and numbers of other libraries become Python's. Times
+    become those that are read again: in UTC, with milliseconds.
     """
-    if value is None or isinstance(value, (bool, float, bytes, datetime)):
+    if isinstance(value, datetime):
+        moment = value.replace(tzinfo=value.tzinfo or UTC).astimezone(UTC)
+        return moment.replace(microsecond=moment.microsecond // 1000 * 1000)
+    if value is None or isinstance(value, (bool, float, bytes)):
         # Convert a float too: numpy's float64 is a subclass, which orjson refuses.
         return float(value) if isinstance(value, float) else value
     if isinstance(value, str):

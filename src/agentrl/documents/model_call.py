@@ -359,7 +359,7 @@ class ToolExecution(Document):
     """The images that the tool returned and the model reads, behind the text."""
     started_at: datetime | None = None
     attempt: int | None = None
-    """The claim that ran it: one of ``Record.owners``."""
+    """The claim that ran it, or that found it unfinished: one of ``Record.owners``."""
     finished: bool = True
     """False: its owner died or lost it before it ended, so that it may have taken effect."""
 
@@ -499,13 +499,15 @@ class DispatchedSamplingTask(Root):
 def storable_arguments(arguments: Any) -> Any:
     """Return the arguments of a tool call; as JSON text if BSON would change them.
 
-    It does that to an integer beyond 64 bits, to nesting beyond 40 levels, and to NUL in a key.
+    It does that to an integer beyond 64 bits, to nesting beyond 40 levels, to NUL in a key, and to objects
+    with ``$ref``, which the driver reads as references.
     """
     storable = sanitize_bson(arguments)
     try:
         # Compare as JSON: 1, 1.0 and True are equal to Python, and three values to a tool.
         text = json.dumps(arguments, ensure_ascii=False)
-        return storable if json.dumps(storable, ensure_ascii=False) == text else text
+        is_same = json.dumps(storable, ensure_ascii=False) == text and '"$ref":' not in text
+        return storable if is_same else text
     except (TypeError, ValueError, RecursionError):  # values of an agent's own that are not JSON
         return storable
 

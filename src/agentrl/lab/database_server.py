@@ -124,15 +124,15 @@ _READERS = {_READER, "agentrl_annotator"}
 """Roles that open existing runs only, and never create a schema."""
 
 
-def _packed(collection: str) -> dict[str, list[str]]:
-    return {f"{collection}.packed.files": _FILES, f"{collection}.packed.chunks": _FILES}
+def _packed(collection: str, *more: str) -> dict[str, list[str]]:
+    return {f"{collection}.packed.{part}": [*_FILES, *more] for part in ("files", "chunks")}
 
 
 ROLES: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "agentrl_sampler": {
-        TASK: _CHANGE, RECORD: _CHANGE, MODEL_CALL: _ADD, DATA: _ADD, GATE: _CHANGE, EPOCH: _CHANGE,
+        TASK: _CHANGE, RECORD: _CHANGE, MODEL_CALL: _EDIT, DATA: _ADD, GATE: _CHANGE, EPOCH: _CHANGE,
         SETTINGS: _ADD, OUTAGE: _CHANGE, EVALUATION: _CHANGE, GATEWAY_SESSION: _CHANGE, GATEWAY_CALL: _CHANGE,
-        IMAGE: _CHANGE, COLUMN: _CHANGE, SAMPLER: _CHANGE, **_packed(COLUMN), **_packed(MODEL_CALL),
+        IMAGE: _CHANGE, COLUMN: _CHANGE, SAMPLER: _CHANGE, **_packed(COLUMN), **_packed(MODEL_CALL, "remove"),
         **_packed(DATA), **_packed(IMAGE),
     },
     "agentrl_trainer": {

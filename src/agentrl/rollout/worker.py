@@ -246,7 +246,7 @@ class Worker:
             engine = await stack.enter_async_context(
                 self.router.session(claim.record_id, claim.task.id, record.partial, clock.stopped)
             )
-            await stack.enter_async_context(self._keeping_partial(claim, engine))
+            await stack.enter_async_context(self._keeping_partial(claim, engine, writer))
             calls = TrajectoryCalls(
                 claim, self.agent, chat_format=self.chat_format, engine=engine, params=self.params,
                 seed=self.seed, writer=writer, journal=journal, images=self.store.images, hold=hold,
@@ -261,7 +261,7 @@ class Worker:
             )  # fmt: skip
 
     @asynccontextmanager
-    async def _keeping_partial(self, claim: Claim, engine: Engine) -> AsyncIterator[None]:
+    async def _keeping_partial(self, claim: Claim, engine: Engine, writer: CallWriter) -> AsyncIterator[None]:
         """Store the tokens of an unfinished model call if the trajectory is cancelled or given back."""
         try:
             yield
@@ -271,6 +271,8 @@ class Worker:
             if engine.partial is not None and not is_over:
                 with suppress(StoreError, TimeoutError):  # the next attempt then begins without them
                     async with asyncio.timeout(_KEEP_SECONDS):
+                        # Store the calls first: each drops what was kept before it, which is used up.
+                        await writer.flush()
                         await self.store.records.keep(claim, partial=engine.partial)
             raise
 

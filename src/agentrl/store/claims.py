@@ -579,11 +579,16 @@ class ExpiredLeases(Repository):
                 return []
             (claim,) = lease.new_claims(document, [owner])
             previous = document["last_claim"][0]["previous_owner"]
-            lost = replace(claim, attempt=claim.attempt - 1, owner=previous)
+            # An owner of an older version has not noted what it had begun: it was its own attempt.
+            begun = None if claim.begun == claim.attempt else claim.begun
+            lost = replace(claim, attempt=claim.attempt - 1, begun=begun, owner=previous)
             if await queue_sampled(self._connection, [lost]):
                 # Count nothing: the attempt that sampled it waits for its score, as if nobody had claimed.
                 uncounted = {"$subtract": ["$$slot.released", 1]}
-                queued = {**QUEUED, "attempt": lost.attempt, "released": uncounted}
+                queued = {
+                    **QUEUED, "attempt": lost.attempt, "begun": lost.first_attempt, "released": uncounted,
+                    "record_id": literal(lost.record_id),
+                }  # fmt: skip
                 await tasks.update_one(lease.held(claim), lease.change_slot(claim, queued))
                 return []
             slot = next(slot for slot in claim.task.slots if slot.traj_id == claim.traj_id)
@@ -593,6 +598,8 @@ class ExpiredLeases(Repository):
                 await end_records(self._connection, [lost], failure)
                 self._completed.note(task.split, task.id, task.status)
                 return []
+            if lost.record_id != claim.record_id:
+                await end_records(self._connection, [lost], None, LEASE)
             await adopt_records(self._connection, [claim])
             return [claim]
 

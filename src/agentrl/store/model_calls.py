@@ -247,17 +247,18 @@ class ModelCalls(Repository):
         """
         connection = self._connection
         kept_as = record_key(claim.task.id, claim.traj_id, claim.attempt)
-        calls = await self.by_record(claim.record_id)
-        copies = [await encoded(self._blobs, _moved(call, claim.record_id, kept_as)) for call in calls]
-        kept, dropped = calls[:first], [call.id for call in calls[first:]]
 
-        async def write() -> None:
+        async def write() -> int:
+            # Read in the transaction: the trajectory's writer may add what a tool has done meanwhile.
+            calls = (await read_model_calls(connection, [claim.record_id]))[claim.record_id]
+            copies = [await encoded(self._blobs, _moved(call, claim.record_id, kept_as)) for call in calls]
+            kept, dropped = calls[:first], [call.id for call in calls[first:]]
             records = self._collection(RECORD)
             record = await records.find_one(running_record(claim))
             if record is None or await self._lost([claim]):
                 raise lease_lost(claim)
             if await records.find_one({"_id": kept_as}, {"_id": 1}) is not None:
-                return  # by an earlier try, whose answer an outage lost
+                return 0  # an earlier try did it, whose answer an outage lost
             traj = [kept_as + key.removeprefix(claim.record_id) for key in record["traj"]]
             branch = {
                 "_id": kept_as, "attempt": claim.attempt, "traj": traj, "partial": None, "owners": [],
@@ -272,9 +273,9 @@ class ModelCalls(Repository):
                 running_record(claim), {"$set": {**_counts(kept), **noted}},
                 array_filters=[{"own.attempt": claim.attempt}],
             )  # fmt: skip
+            return len(dropped)
 
-        await connection.transaction(write)
-        return len(dropped)
+        return await connection.transaction(write)
 
     async def _add_each(self, additions: Sequence[_Addition]) -> None:
         """Store the additions of one trajectory, in one transaction or else one by one to the first error."""
@@ -442,7 +443,7 @@ def _counts(calls: Sequence[DispatchedSamplingTask]) -> Json:
 
 
 def count_call(call: DispatchedSamplingTask) -> list[Json]:
-    """Return the update of a Record that counts a model call."""
+    """Return the update of a Record that counts a model call; what was kept of it before is used up."""
     versions = [span.version for span in call.versions]
     later = replace(call, index=1)
     is_reset = {"$cond": [{"$gt": [{"$size": "$traj"}, 0]}, int(later.is_context_reset), 0]}
@@ -459,6 +460,7 @@ def count_call(call: DispatchedSamplingTask) -> list[Json]:
                 "generated_tokens": {"$add": ["$generated_tokens", call.generated_tokens]},
                 "min_version": {"$min": [*versions, "$min_version"]},
                 "max_version": {"$max": [*versions, "$max_version"]},
+                "partial": None,
             }
         }
     ]

@@ -201,12 +201,25 @@ class Records(Repository):
             await self._collection(RECORD).insert_one(record.to_document())
         except DuplicateKeyError:
             # Read what is there: an earlier owner's, an earlier try, or what keeps a late owner out.
-            await adopt_records(self._connection, [claim])
+            await self._adopt(claim)
             stored = await self.get(record.id)
             if stored is None or stored.fence != claim.attempt or stored.status in _LOST:
                 raise lease_lost(claim) from None
             return stored
         return record
+
+    async def _adopt(self, claim: Claim) -> None:
+        """Make the Record of earlier owners the claim's, unless the claim is lost."""
+
+        async def write() -> None:
+            # Write the Task, do not only read it: then the end of the claim in another process conflicts.
+            held = await self._collection(TASK).update_one(
+                lease.held(claim), {"$currentDate": {"updated_at": True}}
+            )
+            if held.matched_count:
+                await adopt_records(self._connection, [claim])
+
+        await self._connection.transaction(write)
 
     async def _create_batch(self, claims: Sequence[Claim]) -> list[Record] | None:
         if any(claim.first_attempt < claim.attempt for claim in claims):
@@ -432,7 +445,7 @@ class Attempts(Repository):
         not_before = after_backoff(backoff_seconds, {"$subtract": [lease.ATTEMPTS, 1]})
         # Begin anew: going on with the trajectory would only repeat the failure.
         fields = {
-            **FREE, "status": lease.failed_or_open(max_attempts), "not_before": not_before, "begun": None,
+            **FREE, **lease.ANEW, "status": lease.failed_or_open(max_attempts), "not_before": not_before,
         }  # fmt: skip
 
         async def write() -> Task:
@@ -562,7 +575,7 @@ class Attempts(Repository):
         return None if task is None else TaskStatus(task["status"])
 
     async def _release(self, claims: Sequence[Claim], restart: bool) -> list[Claim]:
-        fields = {**lease.RELEASED, **({"begun": None} if restart else {})}
+        fields = {**lease.RELEASED, **(lease.ANEW if restart else {})}
 
         async def write() -> list[Claim]:
             lost = await lost_claims(self._connection, claims)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from rollout_fakes import FakeSession, FakeTools
 from test_sampling import ADD, Setting, quick, task
 from waiting import cancel, until
 
+from agentrl.documents.model_call import STEP, Event, PartialGeneration
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, ToolState
 from agentrl.documents.task import Claim
@@ -247,3 +250,75 @@ async def test_a_lost_session_is_made_again_by_its_calls_or_the_trajectory_begin
         assert len(records) == 1
         assert len(tools.calls) == TURNS + 1 + 2  # the lost one, and two again
     assert await violations(store) == []
+
+
+async def test_what_a_tool_adds_while_a_branch_is_dropped_is_counted(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, claim, running = await begun(store, 3)
+    await cancel(running)
+    await store.attempts.release(claim)
+    new = await store.claims.claim(split="train", owner="new", lease_seconds=60)
+    assert new is not None
+    await store.records.create(new)
+    calls = await store.model_calls.by_record(new.record_id)
+    late = replace(calls[1], revision=9, tool_executions=calls[1].tool_executions * 2)
+    transaction, is_added = store.connection.transaction, False
+
+    async def after_the_tool(write: Any) -> Any:
+        nonlocal is_added
+        if not is_added:
+            is_added = True
+            await store.model_calls.add(new, late, new_executions=[1])
+        return await transaction(write)
+
+    monkeypatch.setattr(store.connection, "transaction", after_the_tool)
+    assert await store.model_calls.drop(new, 2) == 1
+    record = await store.records.get(new.record_id)
+    assert record is not None
+    assert (record.turns, record.tool_calls) == (2, 3)
+    kept = await store.model_calls.by_record(f"train/0/a/0/{new.attempt}")
+    assert [len(call.tool_executions) for call in kept] == [1, 2, 0]
+
+
+async def test_a_partial_answer_is_used_up_by_the_call_that_it_began(store: Store) -> None:
+    await store.tasks.load([task("a", slots=1)])
+    claim = await run.claim(store)
+    partial = PartialGeneration(
+        prompt="x", output_ids=b"", logprobs=b"", logprobs_of="policy", versions=(), cached_tokens=0
+    )
+    await store.records.keep(claim, partial=partial)
+    await store.model_calls.add(claim, run.call(claim, 0, 0, 2))
+    record = await store.records.get(claim.record_id)
+    assert record is not None
+    assert record.partial is None
+
+
+async def test_answers_of_an_environment_may_be_larger_than_a_document(store: Store) -> None:
+    await store.tasks.load([task("a", slots=1)])
+    claim = await run.claim(store)
+    event = Event(
+        name=STEP, arguments="?", result={"text": "x" * 2**20}, started_at=claim.task.created_at, seconds=0.0,
+        attempt=1,
+    )  # fmt: skip
+    call = replace(run.call(claim, 0, 0, 2), events=(event,) * 20)
+    await store.model_calls.add(claim, call)
+    (stored,) = await store.model_calls.by_record(claim.record_id)
+    assert stored.events == call.events
+    assert await violations(store) == []
+
+
+async def test_a_tool_that_ends_long_after_the_last_owner_is_no_late_write(store: Store) -> None:
+    _, claim, running = await begun(store, 2)
+    await cancel(running)
+    await store.attempts.release(claim)
+    long_ago = {f"owners.0.{name}": datetime.now(UTC) - timedelta(hours=1) for name in ("since", "until")}
+    await store.database["Record"].update_one({"_id": claim.record_id}, {"$set": long_ago})
+    times = {"created_at": long_ago["owners.0.since"]}
+    await store.database["DispatchedSamplingTask"].update_many(
+        {}, {"$set": times, "$unset": {"checksums": 1}}, bypass_document_validation=True
+    )
+    new = sampler(store)
+    await new.run()
+    assert (await only_record(new)).score == 1.0
+    assert [each for each in await violations(store) if "OWNERS" in str(each)] == []

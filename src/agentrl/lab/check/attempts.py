@@ -63,7 +63,7 @@ _PACKED = ("context_ids", "output_ids", "logprobs")
 _CALL_FIELDS = {
     "record": 1, "index": 1, "parent": 1, "drops_thoughts": 1, "opens_branch": 1, "fixed.model": 1,
     "status": 1, "versions": 1, "prompt_tokens": 1,
-    "generated_tokens": 1, "created_at": 1, "packed_in_gridfs": 1, "revision": 1,
+    "generated_tokens": 1, "created_at": 1, "packed_in_gridfs": 1,
     "executions": {"$size": "$tool_executions"},
     "attempt": 1,
     "ran_by": {"$concatArrays": ["$tool_executions.attempt", {"$ifNull": ["$events.attempt", []]}]},
@@ -318,10 +318,9 @@ def _writers(
         elif attempt is not None:
             if of_tools and min(of_tools) < attempt:
                 yield CheckProblem(what, "tool calls after it", f"from attempt {attempt} on", min(of_tools))
-            until, made = owners[attempt].get("until"), call["created_at"]
-            is_late = until is not None and made > until + timedelta(seconds=clock_skew_seconds)
-            # A later owner writes it again when it has run a tool of it: then the time is that one's.
-            if is_late and not call.get("revision"):
+            # Ask for the last writer: a later owner writes it again when it has run its tools.
+            until, made = owners[max([attempt, *of_tools])].get("until"), call["created_at"]
+            if until is not None and made > until + timedelta(seconds=clock_skew_seconds):
                 yield CheckProblem(what, "made while its owner had the Record", f"until {until}", made)
 
 

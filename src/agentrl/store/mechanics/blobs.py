@@ -42,7 +42,7 @@ _LIMIT = 8 * 2**20
 """Packed arrays of more bytes move; the readable fields have the other half of the 16 MiB."""
 _DOCUMENT_LIMIT = 15 * 2**20
 """Readable fields of a document of more bytes move."""
-_READABLE: Final = ("tool_executions", "messages", "response", "tools")
+_READABLE: Final = ("tool_executions", "messages", "response", "events", "tools")
 """Readable fields that may move, in this order."""
 _EXCERPT = 500
 """Characters of a moved text that stay in the document."""

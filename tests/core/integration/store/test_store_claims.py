@@ -525,3 +525,62 @@ async def test_states_move_along_edges_only(store: Store) -> None:
     with pytest.raises(StoreError, match="is not being scored"):
         await store.attempts.score(claim, 1.0)
     assert (await slot_of(store, claim)).status is SlotStatus.RUNNING
+
+
+async def test_a_slot_that_begins_anew_has_killed_nobody(store: Store) -> None:
+    await store.tasks.load(make_tasks(1, generations=1))
+    for death in range(claims.POISON_DEATHS):
+        await expire(store, await take_one(store, f"w{death}"))
+        assert await store.expired_leases.reap("train") == 1
+    (task,) = await store.tasks.find("train")
+    assert (task.slots[0].status, task.slots[0].deaths) == (SlotStatus.FAILED, claims.POISON_DEATHS)
+    assert await store.claims.reopen_failed("train") == 1
+    claim = await take_one(store)
+    await expire(store, claim)
+    assert await store.expired_leases.reap("train") == 1
+    assert (await slot_of(store, claim)).status is SlotStatus.OPEN
+    again = await take_one(store)
+    await store.records.create(again)
+    await store.attempts.fail(again, Failure(kind="agent", message="x"), max_attempts=5, backoff_seconds=0.0)
+    assert (await slot_of(store, again)).deaths == 0
+
+
+async def test_a_claim_that_is_lost_adopts_no_record(store: Store) -> None:
+    await store.tasks.load(make_tasks(1, generations=1))
+    first = await take_one(store, "a")
+    await store.records.create(first)
+    await store.attempts.release(first)
+    slow = await take_one(store, "b")
+    await expire(store, slow)
+    assert await store.expired_leases.reap("train") == 1
+    with pytest.raises(LeaseLostError):
+        await store.records.create(slow)
+    record = await store.records.get(first.record_id)
+    assert record is not None
+    assert (record.status, record.owner, len(record.owners)) == (RecordStatus.RELEASED, "a", 1)
+
+
+@pytest.mark.parametrize("is_sampled", [False, True])
+async def test_a_takeover_from_a_sampler_of_an_older_version(store: Store, is_sampled: bool) -> None:
+    """It has noted neither what it had begun nor who owns the Record."""
+    await store.tasks.load(make_tasks(1, generations=1))
+    old = await take_one(store, "old")
+    await store.records.create(old)
+    await store.records.advance(old, RecordStatus.RUNNING)
+    if is_sampled:
+        await store.records.advance(old, RecordStatus.COMPLETED)
+    await store.database["Task"].update_one({}, {"$unset": {"slots.0.begun": 1, "slots.0.deaths": 1}})
+    await store.database["Record"].update_one({}, {"$unset": {"fence": 1, "owners": 1}})
+    await expire(store, old)
+    new = await take(store, "new", 60.0)
+    if is_sampled:
+        assert new is None
+        (queued,) = await store.claims.claim_sampled(split="train", owner="new", lease_seconds=60.0)
+        assert queued.record_id == old.record_id
+    else:
+        assert new is not None
+        assert new.record_id != old.record_id
+        await store.records.create(new)
+        record = await store.records.get(old.record_id)
+        assert record is not None
+        assert record.status is RecordStatus.RELEASED

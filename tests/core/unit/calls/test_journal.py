@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
+import bson
 import pytest
+from bson.codec_options import CodecOptions
 from rollout_fakes import FakeSession
 from trajectories import ADD, ANSWER, Trajectory
 
 from agentrl.calls import journal as journal_module
 from agentrl.calls.journal import Journal
-from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution
+from agentrl.documents.document import now
+from agentrl.documents.model_call import STEP, DispatchedSamplingTask, Event, ToolExecution, full_messages
 from agentrl.documents.status import StopReason, ToolState
 from agentrl.errors import ReplayError, ToolServerError, TrajectoryError
 from agentrl.rollout.agent_io import Outcome
@@ -227,6 +233,206 @@ async def test_a_turn_is_written_again_only_if_something_came() -> None:
     second = Next(first.calls[:3], *SCRIPT[3:])
     await second.run()
     assert [turn.is_written for turn in second.pending] == [True] * 3 + [False] * 2
+
+
+BOTH = ADD + '<tool_call>{"name": "add", "arguments": {"a": 5, "b": 2}}</tool_call>'
+QUESTION = {"role": "user", "content": "q"}
+
+
+async def framework(rollout: Rollout) -> Outcome:
+    """Sends whole conversations, and runs the tool calls of an answer at the same time."""
+    message, _ = await rollout.complete([QUESTION], rollout.schemas)
+    calls = message["tool_calls"]
+    results = await asyncio.gather(
+        *(rollout.call_tool(call["id"], "add", call["function"]["arguments"]) for call in calls)
+    )
+    tools = [
+        {"role": "tool", "content": text, "tool_call_id": call["id"]}
+        for call, (text, _) in zip(calls, results, strict=True)
+    ]
+    await rollout.complete([QUESTION, message, *tools], rollout.schemas)
+    return Outcome(StopReason.ANSWERED, "3")
+
+
+async def test_results_that_come_back_in_another_order_stay_with_their_calls() -> None:
+    first = Trajectory(BOTH, ANSWER)
+    call = first.tools.call
+
+    async def called(name: str, arguments: Any) -> Any:
+        if arguments["a"] == 1:
+            await asyncio.sleep(0.01)
+        return await call(name, arguments)
+
+    first.tools.call = called  # type: ignore[method-assign]
+    await first.run(framework)
+    assert [each.result for each in first.calls[0].tool_executions] == ["7", "3"]
+    second = Next(first.calls[:1], ANSWER)
+    await second.run(framework)
+    assert second.tools.calls == []
+    is_written_again = not second.rollout._calls.made[0].is_written
+    read = full_messages(second.documents[1], second.documents[0] if is_written_again else first.calls[0])
+    assert [message["content"] for message in read] == ["3", "7"]
+
+
+async def test_a_tool_that_ends_after_its_call_was_closed_leaves_it_as_it_is_stored() -> None:
+    trajectory = Trajectory(ADD, ANSWER)
+    going = asyncio.Event()
+    call = trajectory.tools.call
+
+    async def late(name: str, arguments: Any) -> Any:
+        await going.wait()
+        return await call(name, arguments)
+
+    async def agent(rollout: Rollout) -> Outcome:
+        message, turn = await rollout.complete([QUESTION], rollout.schemas)
+        of_tool = message["tool_calls"][0]
+        running = asyncio.create_task(
+            rollout.call_tool(of_tool["id"], "add", of_tool["function"]["arguments"])
+        )
+        await asyncio.sleep(0)
+        told = {"role": "tool", "content": "it still runs", "tool_call_id": of_tool["id"]}
+        await rollout.complete([QUESTION, message, told], rollout.schemas)
+        turn.wrote(turn.document(), turn.changes)
+        going.set()
+        assert await running == ("3", False)
+        assert turn.is_written
+        assert turn.executions == []
+        return Outcome(StopReason.ANSWERED, "3")
+
+    trajectory.tools.call = late  # type: ignore[method-assign]
+    await trajectory.run(agent)
+
+
+@pytest.mark.parametrize("known", [3, 4])
+async def test_parallel_branches_may_ask_in_another_order(known: int) -> None:
+    slow = "A"
+
+    async def agent(rollout: Rollout) -> Outcome:
+        async def branch(name: str) -> None:
+            messages = [{"role": "user", "content": name}]
+            for _ in range(2):
+                message, _ = await rollout.complete(messages)
+                messages += [message, {"role": "user", "content": "go on"}]
+                await asyncio.sleep(0.01 * (name == slow))
+
+        await asyncio.gather(branch("A"), branch("B"))
+        return Outcome(StopReason.ANSWERED, "3")
+
+    first = Trajectory("a0", "b0", "b1", "a1")
+    await first.run(agent)
+    before = sorted(first.calls, key=lambda call: call.index)
+    assert [call.parent for call in before] == [None, None, before[1].id, before[0].id]
+    slow = "B"
+    second = Next(before[:known], "a1", "never")
+    await second.run(agent)
+    assert second.dropped == []
+    assert len(second.engine.prompts) == 4 - known
+
+
+async def test_what_came_back_is_noted_before_the_next_call_is_made() -> None:
+    first = Trajectory(*SCRIPT)
+    await first.run()
+    second = Next(first.calls[:2])
+    noted = [(2, sum(call.generated_tokens for call in first.calls[:2]))]
+    second.engine.script = [lambda _: ANSWER if second.noted == noted else "too late"]
+    assert (await second.run()).final_answer == "3"
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+async def test_an_agent_cannot_go_on_with_state_that_was_made_again_in_part(
+    is_interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Trajectory(ADD, ADD, ADD, ANSWER)
+    await first.run()
+    second = Next(first.calls[:2], ADD, ANSWER)
+
+    async def replay(*_: object) -> None:
+        if is_interrupted:
+            await asyncio.Event().wait()
+        raise ToolServerError("it is gone", hint="")
+
+    async def agent(rollout: Rollout) -> Outcome:
+        while True:
+            turn = await rollout.generate()
+            with suppress(ToolServerError, TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await rollout.call_tools(turn)
+
+    monkeypatch.setattr(FakeSession, "replay", replay)
+    with pytest.raises(ReplayError if is_interrupted else ToolServerError):
+        await second.run(agent)
+    assert second.tools.calls == []
+
+
+def read_again(calls: Sequence[DispatchedSamplingTask]) -> list[DispatchedSamplingTask]:
+    """The calls as the database returns them."""
+    options = CodecOptions[dict[str, Any]](tz_aware=True)
+    documents = [bson.decode(bson.encode(call.to_document()), options) for call in calls]
+    return [DispatchedSamplingTask.from_document(document) for document in documents]
+
+
+async def test_times_of_once_are_those_that_are_read_again() -> None:
+    async def agent(rollout: Rollout) -> Outcome:
+        moment = await rollout.once("time", lambda: datetime(2026, 1, 1, microsecond=1, tzinfo=UTC))
+        rollout.append_messages([{"role": "user", "content": f"it is {moment!r}"}])
+        await rollout.generate()
+        return Outcome(StopReason.ANSWERED, "3")
+
+    first = Trajectory("a")
+    await first.run(agent)
+    second = Next(read_again(first.calls), "never")
+    await second.run(agent)
+    assert second.dropped == []
+
+
+async def test_parallel_questions_get_their_own_values_again() -> None:
+    refused = 1
+
+    async def agent(rollout: Rollout) -> Outcome:
+        async def look_up(number: int) -> int:
+            await asyncio.sleep(0.01 * (3 - number))
+            if number == refused:
+                raise ValueError
+            return number
+
+        asked = [rollout.once("look up", partial(look_up, number)) for number in range(4)]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        await rollout.generate()
+        return Outcome(StopReason.ANSWERED, str([each for each in found if isinstance(each, int)]))
+
+    first = Trajectory("a")
+    assert (await first.run(agent)).final_answer == "[0, 2, 3]"
+    assert [event.result for event in first.calls[0].events] == [0, 2, 3]
+    refused = 3
+    second = Next(first.calls, "never")
+    assert (await second.run(agent)).final_answer == "[0, 2, 3]"
+
+
+async def test_arguments_that_look_like_references_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeSession, "state_of", lambda *_: ToolState.OUTSIDE)
+    arguments = '{"a": {"$ref": "x", "$id": 1}, "b.c": 1, "$d": 2, "": 3}'
+    first = Trajectory(f'<tool_call>{{"name": "fail", "arguments": {arguments}}}</tool_call>', ANSWER)
+    await first.run()
+    second = Next(read_again(first.calls[:1]), ANSWER)
+    await second.run()
+    assert (len(first.tools.calls), second.tools.calls) == (1, [])
+
+
+async def test_an_answer_of_the_environment_comes_back_to_its_own_call() -> None:
+    def step(answer: str) -> Event:
+        return Event(name=STEP, arguments="hit", result=answer, started_at=now(), seconds=0.0, attempt=1)
+
+    one, other = step("a"), step("b")
+    first = Trajectory("x", "y")
+    await first.run(talk("a"))
+    calls = [replace(first.calls[0], events=(one,)), replace(first.calls[1], events=(other,))]
+    journal = Next(calls).journal
+    assert journal is not None
+    assert journal.event(STEP, "stand") is None
+    assert journal.event(STEP, "hit", (other,)) is other
+    assert journal.event(STEP, "hit", (other,)) is one
+    assert journal.event(STEP, "hit") is None
+    assert journal.done == [other, one]
 
 
 class Files:

@@ -20,6 +20,7 @@ import agentrl
 from agentrl.base.user_code import allow
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.finalize_group import GroupRules, finalize_group, verifier
+from agentrl.documents.model_call import pack_ids
 from agentrl.documents.record import GatewaySession
 from agentrl.documents.run import Evaluation
 from agentrl.documents.status import EvaluationStatus
@@ -100,14 +101,14 @@ REFUSED: dict[str, Attempts] = {
         d["InferenceService"].insert_one({"_id": "e"}),
         d["InferenceService"].update_one({}, {"$set": {"url": "http://me"}}),
     ],
-    "change training data or model calls that are stored": lambda d: [
+    "change training data that are stored": lambda d: [
         d["DBRecordData"].update_one({}, {"$set": {"advantage": 9.0}}),
-        d["DispatchedSamplingTask"].update_one({}, {"$set": {"response": {}}}),
+        d["DBRecordData"].delete_many({}),
     ],
     "change what the run was begun with": lambda d: [
         d["Settings"].update_one({}, {"$set": {"values": {}}}),
     ],
-    "delete a document, drop a collection, change a validator or an index": lambda d: [
+    "delete any document but a model call, drop a collection, change a validator or an index": lambda d: [
         *(d[name].delete_many({}) for name in ("Task", "Record", "DBRecordData", "Admission")),
         d["Task"].drop(),
         d.command("collMod", "Record", validator={}),
@@ -149,6 +150,14 @@ async def _change_a_score(thief: Store, store: Store) -> None:
     await thief.database["Record"].update_one({"_id": ready.id}, {"$set": {"score": 9.0}})
     problems = await verifier(store)(await store.training.fetch([ready.id]))
     assert "has the score 9.0" in problems[ready.task]
+
+
+async def _change_a_call(thief: Store, store: Store) -> None:
+    ready = (await ready_data(store, "train"))[0]
+    other = {"$set": {"output_ids": pack_ids([9, 9, 9, 9])}}
+    await thief.database["DispatchedSamplingTask"].update_one({"_id": f"{ready.id}/1"}, other)
+    problems = await verifier(store)(await store.training.fetch([ready.id]))
+    assert "differ from the 48 of its model calls" in problems[ready.task]
 
 
 async def _score_without_a_slot(thief: Store, store: Store) -> None:
@@ -228,6 +237,7 @@ async def _come_from_the_future(thief: Store, store: Store) -> None:
 
 REFUSED_BY_READERS: dict[str, Trick] = {
     "a score changed after its group was finalized": _change_a_score,
+    "a model call changed after its group was finalized": _change_a_call,
     "a score of a Record that does not hold its slot": _score_without_a_slot,
     "training data that follow from no trajectory": _forge_training_data,
     "a scorer or an agent that a task names by a path": _name_a_path,
@@ -311,6 +321,20 @@ ALLOWED: dict[str, Trick] = {
         _open_a_url
     ),
 }
+
+
+async def test_a_sampler_may_write_what_its_trajectories_need(thief: Store, store: Store) -> None:
+    await run.add_task(thief, task_key("train", 0, "long"), -1, generations=1)
+    claim = await run.claim(thief)
+    calls = [run.call(claim, index, 1, 2 + 6 * index) for index in range(2)]
+    await thief.model_calls.add(claim, *calls)
+    again = dataclasses.replace(calls[1], revision=1, tool_executions=calls[0].tool_executions)
+    await thief.model_calls.add(claim, again, new_executions=[1])
+    await thief.attempts.release(claim)
+    claim = await run.claim(thief)
+    assert await thief.model_calls.drop(claim, 1) == 1
+    record = await store.records.get(claim.record_id)
+    assert (record.traj, record.tool_calls) == ((calls[0].id,), 1)
 
 
 @pytest.mark.parametrize("line", [*REFUSED_BY_READERS, *ALLOWED])
