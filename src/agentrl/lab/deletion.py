@@ -118,13 +118,12 @@ class Retention(Repository):
         """Delete calls and data of finished trajectories, one transaction per batch.
 
         A trajectory is finished if it is trained, stale, quarantined, failed, abandoned, or released and no
-        slot goes on with it. Data
-        that wait to be trained or are planned stay, and those of steps after ``last_step``, which a resume
-        may train again. ``older_than_days`` keeps trajectories begun later, by the server's clock.
-        ``before_step`` keeps what that step or a later one trained, and what was never trained and begun
-        after that step was planned. The groups of steps that a child trains again stay, with what failed in
-        them. Records, Tasks and TrainSteps get ``pruned_at``. Raises StoreError if ``before_step`` is not
-        committed.
+        slot goes on with it. Data that wait to be trained or are planned stay, and those of steps after
+        ``last_step``, which a resume may train again. ``older_than_days`` keeps trajectories begun later, by
+        the server's clock. ``before_step`` keeps what that step or a later one trained, and what was never
+        trained and begun after that step was planned. The groups of steps that a child trains again stay,
+        with what failed in them. Records, Tasks and TrainSteps get ``pruned_at``. Raises StoreError if
+        ``before_step`` is not committed.
         """
         others: Json = {"task": {"$nin": await self._needed_by_children()}}
         begun: Json = {}

@@ -383,14 +383,17 @@ async def sample(configs: Configs) -> None:
 
 
 async def _stay_listed(store: Store, owner: str, stop: asyncio.Event) -> None:
-    """List the sampler ``owner`` among those of the run until cancelled; set ``stop`` if it is to drain."""
+    """List the sampler ``owner`` among those of the run until cancelled; set ``stop`` if it is to drain.
+
+    An outage of the database is only logged: an error would cancel the sampler while it releases its claims.
+    """
     host, pid = socket.gethostname(), os.getpid()
-    with log_store_errors(logger, "samplers that died stay listed"):
+    with log_store_errors(logger, "samplers that died stay listed", outages=True):
         await store.samplers.sweep()
     try:
         while True:
             was_stopping = stop.is_set()
-            with log_store_errors(logger, "the heartbeat of this sampler could not be sent"):
+            with log_store_errors(logger, "the heartbeat of this sampler could not be sent", outages=True):
                 asked_by = await store.samplers.beat(owner, host=host, pid=pid, is_draining=was_stopping)
                 if asked_by is not None and not was_stopping:
                     logger.info("this sampler drains", extra={"by": asked_by})
