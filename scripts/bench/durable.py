@@ -6,10 +6,10 @@ Four samplers run 64 trajectories against an engine and a tool of other processe
 a tool of one second. ``killed``: the same, and a random sampler is killed by SIGKILL every 15 seconds.
 ``short_lived``: 40 turns, a tool of two seconds, and no sampler lives longer than 60 seconds, which is less
 than a trajectory takes. ``program`` and ``program_killed``: 96 trajectories of 10 turns, each a program of
-its own behind the gateway of its sampler, which runs the tool itself; a kill every 8 seconds. A killed
-sampler is replaced at once. Engine and tool count what they did, for whomever; scoring is instant. Exits
-with 1 if a killed run costs more than 1.1 × the undisturbed one, of programs 1.2 ×, or if a trajectory of
-the short-lived samplers gets no score in time.
+its own behind the gateway of its sampler, which runs the tool itself; a kill every 8 seconds. ``drained``: as
+``killed``, by SIGTERM. A sampler that ends is replaced at once. Engine and tool count what they did, for
+whomever; scoring is instant. Exits with 1 if a killed run costs more than 1.1 × the undisturbed one, of
+programs 1.2 ×, a drained one 1.01 ×, or if a trajectory of the short-lived samplers gets no score in time.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class Case:
     """When the run ends though trajectories have no score yet."""
     kill_every: float | None = None
     """Time between two kills of a random sampler; None: there are none."""
+    drains: bool = False
+    """Samplers get SIGTERM instead of SIGKILL."""
     lifetime: float | None = None
     """Age at which each sampler is killed; None: never."""
     is_program: bool = False
@@ -73,6 +75,7 @@ _TWENTY = Case(turns=20, tool=1.0, concurrency=4)
 CASES = {
     "undisturbed": _TWENTY,
     "killed": replace(_TWENTY, kill_every=15.0),
+    "drained": replace(_TWENTY, kill_every=15.0, drains=True),
     "short_lived": Case(turns=40, tool=2.0, concurrency=16, lifetime=60.0, limit=360.0),
     "program": _PROGRAM,
     "program_killed": replace(_PROGRAM, kill_every=8.0),
@@ -81,6 +84,7 @@ _SHORT = Case(turns=6, tool=0.5, trajectories=8, samplers=2, concurrency=2, leas
 QUICK = {
     "undisturbed": _SHORT,
     "killed": replace(_SHORT, kill_every=4.0),
+    "drained": replace(_SHORT, kill_every=4.0, drains=True),
     "short_lived": replace(_SHORT, turns=16, concurrency=4, lifetime=12.0, limit=45.0),
     "program": replace(_SHORT, is_program=True),
     "program_killed": replace(_SHORT, is_program=True, kill_every=4.0),
@@ -110,6 +114,7 @@ class Samplers:
         self._log = log
         self._rng = rng
         self._running: list[tuple[float, subprocess.Popen[bytes]]] = []
+        self._draining: list[subprocess.Popen[bytes]] = []
         self._next_kill = float("inf")
         self.kills = 0
 
@@ -131,18 +136,23 @@ class Samplers:
             due.append(self._rng.choice(self._running))
             self._next_kill = now + (self._case.kill_every or float("inf"))
         for each in due:
-            each[1].kill()
-            each[1].wait()
+            if self._case.drains:
+                each[1].terminate()
+                self._draining.append(each[1])
+            else:
+                each[1].kill()
+                each[1].wait()
             self._running.remove(each)
             self.kills += 1
         if due:
             self.start()
-        if any(child.poll() not in (None, 0) for _, child in self._running):
+        children = [*self._draining, *(child for _, child in self._running)]
+        if any(child.poll() not in (None, 0) for child in children):
             raise SystemExit(f"a sampler failed:\n{tail(self._log)}")
 
     def stop(self) -> None:
         """Stop all."""
-        stop_children([child for _, child in self._running])
+        stop_children([*self._draining, *(child for _, child in self._running)])
 
 
 @contextmanager
@@ -260,23 +270,25 @@ def rows(found: Mapping[str, Outcome], cases: Mapping[str, Case]) -> list[Row]:
     counted = (("tokens", "generated tokens"), ("tool_seconds", "tool seconds"))
     # The tools of programs are their own: nobody counts them.
     for calmly, disturbed, names, target in (
-        ("undisturbed", "killed", counted, 1.1), ("program", "program_killed", counted[:1], 1.2),
+        ("undisturbed", "killed", counted, 1.1), ("undisturbed", "drained", counted, 1.01),
+        ("program", "program_killed", counted[:1], 1.2),
     ):  # fmt: skip
         if calmly not in found or disturbed not in found:
             continue
         calm, killed = found[calmly], found[disturbed]
         whose = " of a program" if cases[calmly].is_program else ""
+        how = "drains" if cases[disturbed].drains else "kills"
         for name, what in names:
             ours, baseline = killed.each(name), calm.each(name)
             lines.append(
                 Row(
-                    what=f"{what} a scored trajectory{whose}, {killed.kills} kills", ours=f"{ours:.1f}",
+                    what=f"{what} a scored trajectory{whose}, {killed.kills} {how}", ours=f"{ours:.1f}",
                     baseline=f"{baseline:.1f}", ratio=ours / baseline, target=target, more=False,
                 )
             )  # fmt: skip
         lines.append(
             Row(
-                what=f"seconds until all are scored{whose}, {killed.kills} kills",
+                what=f"seconds until all are scored{whose}, {killed.kills} {how}",
                 ours=f"{killed.seconds:.0f}", baseline=f"{calm.seconds:.0f}",
                 ratio=killed.seconds / calm.seconds,
             )

@@ -496,6 +496,12 @@ class Record(Root):
         return shown_status(self.status, self.trained_count)
 
     @property
+    def owned_seconds(self) -> float:
+        """How long owners that have ended had it; time of outages included."""
+        ended = [(owner.since, owner.until) for owner in self.owners if owner.until is not None]
+        return sum((until - since).total_seconds() for since, until in ended)
+
+    @property
     def kept_turns(self) -> int:
         """``turns`` without the dropped model calls."""
         return self.turns - len(self.dropped_calls)

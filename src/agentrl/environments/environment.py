@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -518,7 +518,7 @@ class EnvironmentSession:
     async def snapshot(self) -> str | None:
         """Keep the files as they are now; return the reference to them, None if they are not kept.
 
-        Calls wait meanwhile. That and why files are not kept is logged once an environment: it is no error.
+        Calls wait meanwhile. That files are not kept is no error; it is logged once for an environment.
         """
         files = self._files
         if files is None or not self.keeps_files or self._running:
@@ -622,12 +622,17 @@ async def _temporary_folder() -> AsyncIterator[Path]:
         await asyncio.to_thread(discard, folder)
 
 
-@cache
+_not_kept: set[str] = set()
+"""Environments of which it was said that files are not kept."""
+
+
 def _warn_not_kept(environment: str, why: str) -> None:
-    logger.warning(
-        "files of trajectories are not kept; their commands are run again by the next owner",
+    level = logging.DEBUG if environment in _not_kept else logging.WARNING
+    _not_kept.add(environment)
+    logger.log(
+        level, "files of a trajectory are not kept; its next owner repeats the calls",
         extra={"environment": environment, "why": why},
-    )
+    )  # fmt: skip
 
 
 @scorer("environment")

@@ -407,16 +407,21 @@ class Gateways(Repository):
 
     @database_call
     async def replay(self, call: GatewayCall, earlier: GatewayCall) -> None:
-        """End a request with the model call of ``earlier``.
+        """End a request with the model call of ``earlier``. Idempotent.
 
         Raises LeaseLostError if another gateway has taken the request over.
         """
+        # Match what an earlier try has written too: an outage may have lost its confirmation.
+        mine: Json = {
+            "_id": call.id, "gateway": call.gateway,
+            "$or": [{"status": GatewayCallStatus.RUNNING.value}, {"replays": earlier.id}],
+        }  # fmt: skip
         fields: Json = {
             "status": GatewayCallStatus.DONE.value, "call": earlier.call, "after": earlier.after,
             "key": earlier.key, "replays": earlier.id,
         }  # fmt: skip
         result = await self._collection(GATEWAY_CALL).update_one(
-            answering(call), {"$set": fields, "$currentDate": {"finished_at": True}}
+            mine, {"$set": fields, "$currentDate": {"finished_at": True}}
         )
         if not result.matched_count:
             raise LeaseLostError(f"another gateway answers the request {call.id}")

@@ -75,8 +75,10 @@ def _schema_of(hint: Any, name: str) -> tuple[Json, str]:
     """Return the schema of a type hint, and its description for error messages."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
-        inner = next(arg for arg in get_args(hint) if arg is not NoneType)  # T of T | None
-        return _optional(*_schema_of(inner, name))
+        kinds = [_schema_of(kind, name) for kind in get_args(hint) if kind is not NoneType]
+        if len(kinds) == 1:
+            return _optional(*kinds[0])
+        return {"anyOf": [schema for schema, _ in kinds]}, " or ".join(what for _, what in kinds)
     if origin is tuple:
         items, what = _schema_of(get_args(hint)[0], name)
         return {"bsonType": "array", "items": items}, f"a list, each: {what}"

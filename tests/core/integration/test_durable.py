@@ -17,7 +17,14 @@ from rollout_fakes import FakeSession, FakeTools
 from test_sampling import ADD, Setting, quick, task
 from waiting import cancel, until
 
-from agentrl.documents.model_call import STEP, Event, PartialGeneration
+from agentrl.documents.model_call import (
+    STEP,
+    Event,
+    PartialGeneration,
+    ToolExecution,
+    read_arguments,
+    storable_arguments,
+)
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, ToolState
 from agentrl.documents.task import Claim
@@ -322,3 +329,32 @@ async def test_a_tool_that_ends_long_after_the_last_owner_is_no_late_write(store
     await new.run()
     assert (await only_record(new)).score == 1.0
     assert [each for each in await violations(store) if "OWNERS" in str(each)] == []
+
+
+@pytest.mark.parametrize("value", [{"$ref": "#/a", "$id": 1}, {"$id": 1}, {"a\0b": "c\0d"}, 10**20])
+async def test_arguments_of_a_model_and_values_of_an_agent_come_back_as_they_were(
+    store: Store, value: Any
+) -> None:
+    await store.tasks.load([task("a", slots=1)])
+    claim = await run.claim(store)
+    given = storable_arguments({"a": value})
+    execution = ToolExecution(name="$a.b", arguments=given, result="", error=False, seconds=0.0, attempt=1)
+    answer = [{"$id": 1}, {"$ref": "#/a"}, {"$set": {"a.b": 1}}, {"": 1}]
+    event = Event(name="$a.b", result=answer, started_at=claim.task.created_at, seconds=0.0, attempt=1)
+    call = run.call(claim, 0, 0, 2)
+    for revision in range(2):
+        call = replace(call, tool_executions=(execution,), events=(event,), revision=revision)
+        await store.model_calls.add(claim, call, new_executions=[1 - revision])
+        (stored,) = await store.model_calls.by_record(claim.record_id)
+        assert read_arguments(stored.tool_executions[0].arguments) == {"a": value}
+        assert (stored.tool_executions, stored.events) == (call.tool_executions, call.events)
+
+
+async def test_parallel_calls_of_earlier_owners_spend_the_time_that_they_took_together(store: Store) -> None:
+    _, claim, running = await begun(store, 2)
+    await cancel(running)
+    await store.attempts.release(claim)
+    await store.database["DispatchedSamplingTask"].update_many({}, {"$set": {"generate_seconds": 3000.0}})
+    new = sampler(store)
+    await new.run()
+    assert (await only_record(new)).score == 1.0

@@ -78,7 +78,8 @@ HARNESSES = [
     Harness(
         "qwen-code", "qwen", "claude_code/qwen_code.yml",
         lambda path: call("read_file", file_path=f"{path}/number.txt"),
-        call("run_shell_command", command="ls", description="List files", is_background=False),
+        # It may lose what a command prints just before it ends, and then another prompt follows.
+        call("run_shell_command", command="ls; sleep 0.5", description="List", is_background=False),
         lambda path, text: call("write_file", file_path=f"{path}/double.txt", content=text),
     ),
     Harness(

@@ -28,6 +28,7 @@ from agentrl.inference.engine import Generation
 from agentrl.rollout.agent_io import Endpoint
 from agentrl.scoring.scorers import stored_context
 from agentrl.store.client import Store
+from agentrl.store.gateways import CallRequest
 
 pytestmark = pytest.mark.integration
 
@@ -253,6 +254,16 @@ async def test_a_stored_answer_is_taken_by_one_request_and_again_by_the_same(sto
     assert [None if call is None else call.call for call in taken] == [
         stored[0].call, stored[1].call, stored[0].call, stored[1].call, None,
     ]  # fmt: skip
+    request = CallRequest(
+        record=stored[0].record, attempt=3, digest="d.3", dialect="chat", answer_id="a", gateway="g",
+        has_key=True,
+    )  # fmt: skip
+    begun = await store.gateways.begin_first(request, 15.0)
+    assert begun is not None
+    for _ in range(2):  # the second as after an outage
+        await store.gateways.replay(begun, stored[0])
+    with pytest.raises(LeaseLostError):
+        await store.gateways.replay(replace(begun, gateway="other"), stored[0])
 
 
 async def test_a_body_that_was_sent_twice_is_not_taken_for_its_retry(store_with_task: Store) -> None:
