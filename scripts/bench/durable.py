@@ -85,7 +85,7 @@ QUICK = {
     "undisturbed": _SHORT,
     "killed": replace(_SHORT, kill_every=4.0),
     "drained": replace(_SHORT, kill_every=4.0, drains=True),
-    "short_lived": replace(_SHORT, turns=12, concurrency=4, lifetime=8.0, limit=40.0),
+    "short_lived": replace(_SHORT, turns=16, concurrency=4, lifetime=12.0, limit=45.0),
     "program": replace(_SHORT, is_program=True),
     "program_killed": replace(_SHORT, is_program=True, kill_every=4.0),
 }

@@ -129,7 +129,7 @@ def reads(case: Case) -> dict[str, int]:
         "agentrl/distributed/fsdp.py gradient_norm": 1,
     }
     if is_last:
-        found["agentrl/train/step.py StepLoss.report"] = BATCHES * 16
+        found["agentrl/train/step.py StepLoss.report"] = BATCHES * 20
     if layout.tp > 1:
         passes = 2 if is_reference else 1
         for function in ("EmbeddingParallel.transform_output_post_forward", _TP_FORWARD):
