@@ -18,7 +18,7 @@ from agentrl.rollout.rollout import current_rollout
 LOG = "AGENTRL_CHAOS_NOTES"
 """The environment variable with the path of the tool's log."""
 
-_NOTE_SECONDS = 2.5
+_NOTE_SECONDS = 1.5
 """Long enough that kills hit trajectories in the middle, also where the trainer is what they wait for."""
 
 
