@@ -21,7 +21,7 @@ from agentrl.base.processes import (
     stop_child,
     thread_limits,
 )
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema import ClaimConfig, RunConfig
 from agentrl.local.mongod import EmbeddedMongo
 from agentrl.store.client import open_store
 
@@ -105,7 +105,7 @@ def train_run(
             supervisor.start(member)
         code = supervisor.run_main(members[-1], deadline=time.monotonic() + seconds)
     finally:
-        supervisor.stop()
+        supervisor.stop(ClaimConfig.drain_seconds)
     if code != 0:
         raise SystemExit(f"the trainer ended with exit code {code}; its log is {members[-1].log}")
 

@@ -80,7 +80,7 @@ CASES = {
     "program": _PROGRAM,
     "program_killed": replace(_PROGRAM, kill_every=8.0),
 }
-_SHORT = Case(turns=6, tool=0.5, trajectories=8, samplers=2, concurrency=2, lease=4.0, limit=60.0)
+_SHORT = Case(turns=6, tool=0.5, trajectories=4, samplers=2, concurrency=2, lease=3.0, limit=60.0)
 QUICK = {
     "undisturbed": _SHORT,
     "killed": replace(_SHORT, kill_every=4.0),
@@ -308,7 +308,9 @@ def rows(found: Mapping[str, Outcome], cases: Mapping[str, Case]) -> list[Row]:
 def main(argv: list[str]) -> int:
     """Run the cases, print a table, and return 1 if a target is missed."""
     parser = bench_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=[*CASES], default=[*CASES])
+    parser.add_argument(
+        "--only", nargs="+", choices=[*CASES], help="cases; --quick: the first two by default"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the choice of samplers that are killed")
     parser.add_argument("--json", type=Path, help="write the rows to this file too")
     options = parser.parse_args(argv)
@@ -316,7 +318,7 @@ def main(argv: list[str]) -> int:
     found: dict[str, Outcome] = {}
     with database() as (folder, uri):
         model = make_model(folder)
-        for name in options.only:
+        for name in options.only or list(cases)[: 2 if options.quick else None]:
             outcome = asyncio.run(measure(uri, model, folder, name, cases[name], options.seed))
             print(
                 f"{name}: {outcome.scored} of {cases[name].trajectories} scored in {outcome.seconds:.0f} s,"

@@ -18,7 +18,10 @@ from agentrl.rollout.rollout import current_rollout
 LOG = "AGENTRL_CHAOS_NOTES"
 """The environment variable with the path of the tool's log."""
 
-_NOTE_SECONDS = 2.5
+SECONDS = "AGENTRL_CHAOS_NOTE_SECONDS"
+"""The environment variable with the time that a note takes."""
+
+_NOTE_SECONDS = float(os.environ.get(SECONDS, "2.5"))
 """Long enough that kills hit trajectories in the middle, also where the trainer is what they wait for."""
 
 

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from chaos.actors import environment
+from chaos.notes import SECONDS
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -32,7 +33,7 @@ def test_a_minute_of_faults_ends_without_a_violation(tmp_path: Path) -> None:
     folder = tmp_path / "chaos"
     flags = ["--minutes", "1", "--seed", "15", "--gap", "5", "--keep", str(folder)]
     with subprocess.Popen(
-        [sys.executable, "-m", "chaos", *flags], env=environment(),
+        [sys.executable, "-m", "chaos", *flags], env=environment() | {SECONDS: "0.3"},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         try:
