@@ -189,8 +189,9 @@ async def test_a_claim_whose_answer_was_lost_is_released_and_uses_up_no_attempt(
     await setting.run()
     records = await store.records.by_task("train/0/a")
     assert [(record.traj_id, record.attempt, record.status) for record in records] == [
-        (0, 1, RecordStatus.RELEASED), (0, 2, RecordStatus.ABANDONED), (1, 1, RecordStatus.ABANDONED),
+        (0, 1, RecordStatus.ABANDONED), (1, 1, RecordStatus.ABANDONED),
     ]  # fmt: skip
+    assert [(each.attempt, each.ended) for each in records[0].owners] == [(1, "released"), (2, None)]
     found = await store.tasks.get("train/0/a")
     assert found is not None
     assert [slot.released for slot in found.slots] == [1, 0]
