@@ -57,15 +57,14 @@ class Journal:
         self.seconds = sum(call.generate_seconds + call.tool_seconds for call in calls)
         """Seconds that the stored calls had taken: the trajectory's time goes on from there."""
         self.done: list[ToolExecution | Event] = []
-        """The tool runs and the steps that came back, in order: what the state of its tools is made of."""
+        """The returned tool runs and steps, in order; replaying them restores the state of the tools."""
         self.snapshot: str | None = None
         """The files of tools as they were after the first ``in_snapshot`` of ``done``; None without any."""
         self.in_snapshot: int | None = None
-        """None: after all, as the call that has the snapshot is the latest."""
+        """None: all of them; the call with the snapshot is the last one returned."""
         self.replayed = 0
         self.tokens = 0
         self.tool_seconds = 0.0
-        self.diverged_at: int | None = None
 
     def __bool__(self) -> bool:
         """Return whether model calls are left that may come back, or what came back is to be noted."""
@@ -149,7 +148,6 @@ class Journal:
             await self._drop(first)
             gone = {id(event) for call in self._left for event in call.events}
             self._events = [event for event in self._events if id(event) not in gone]
-            self.diverged_at = first
             self._left.clear()
             self._moved.set()
 

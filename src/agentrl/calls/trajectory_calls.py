@@ -255,7 +255,7 @@ class TrajectoryCalls:
         self._writer.offer(turn)
 
     def adopt(self, calls: Sequence[DispatchedSamplingTask], dropped: Collection[int]) -> None:
-        """Take over the calls that a gateway made and stored; ``dropped`` ones are no turns."""
+        """Adopt the calls that a gateway stored; do not count the ``dropped`` indexes as turns."""
         self._adopted = [ScoredCall.of_document(call, dropped) for call in calls]
 
     async def run_tool(self, turn: Turn | None, call: ToolCall, tools: Tools) -> ToolExecution:

@@ -392,7 +392,7 @@ class Event(Document):
     arguments: Any = None
     """What the environment was told."""
     result: Any
-    """What came back, as ``storable_value`` wrote it."""
+    """The answer, as ``sanitize_bson`` returned it."""
     started_at: datetime
     seconds: float
     attempt: int

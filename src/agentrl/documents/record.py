@@ -1,4 +1,4 @@
-"""Record: one trajectory with its owners, with its columns, its base URL, and what people say of it."""
+"""Record: one trajectory with its owners, its columns, its base URL, and what people say of it."""
 
 from __future__ import annotations
 

@@ -518,7 +518,7 @@ class EnvironmentSession:
     async def snapshot(self) -> str | None:
         """Keep the files as they are now; return the reference to them, None if they are not kept.
 
-        Calls wait meanwhile. That files are not kept is no error; it is logged once for an environment.
+        Calls wait meanwhile. A failure to keep files is logged once per environment and is not an error.
         """
         files = self._files
         if files is None or not self.keeps_files or self._running:
