@@ -80,6 +80,9 @@ class Journal:
         way, and the rest of the journal is dropped. Raises LeaseLostError.
         """
         while self._left:
+            if self._dropping.locked():
+                async with self._dropping:  # what is being dropped must not come back meanwhile
+                    continue
             if _repeats(self._left[0], role, prompt, messages):
                 found = self._left.popleft()
                 self._moved.set()
