@@ -54,6 +54,8 @@ class Journal:
         self._dropping = asyncio.Lock()
         self._moved = asyncio.Event()
         self._events = [event for call in calls for event in call.events]
+        self.kept: list[Event] = []
+        """Events of dropped calls that had come back: they belong to the call that is made instead."""
         self.seconds = sum(call.generate_seconds + call.tool_seconds for call in calls)
         """Seconds that the stored calls had taken: the trajectory's time goes on from there."""
         self.done: list[ToolExecution | Event] = []
@@ -149,7 +151,11 @@ class Journal:
                 extra={"record": self._left[0].record, "diverged_at": first, "dropped": count},
             )
             await self._drop(first)
-            gone = {id(event) for call in self._left for event in call.events}
+            # Keep what the agent has got: another value for the next owner would be another way again.
+            dropped = [event for call in self._left for event in call.events]
+            unasked = set(map(id, self._events))
+            self.kept += [event for event in dropped if id(event) not in unasked]
+            gone = set(map(id, dropped))
             self._events = [event for event in self._events if id(event) not in gone]
             self._left.clear()
             self._moved.set()

@@ -248,9 +248,9 @@ class TrajectoryCalls:
         self._open.append(turn)
         if stored is not None:
             turn.resume(stored)
-        if self._early:
-            turn.events += self._early
-            self._early = []
+        if early := [*self.journal.kept, *self._early]:
+            turn.events += early
+            self.journal.kept, self._early = [], []
             turn.change()
         self._writer.offer(turn)
 

@@ -209,6 +209,27 @@ async def test_once_has_the_value_of_the_first_time() -> None:
     assert (await third.run(agent)).final_answer == answer.replace("3", "4")
 
 
+async def test_a_value_that_came_back_stays_with_the_call_that_is_made_instead() -> None:
+    days = iter(["Monday", "Tuesday"])
+    said = "hello"
+
+    async def agent(rollout: Rollout) -> Outcome:
+        today = await rollout.once("today", lambda: next(days))
+        rollout.append_messages([{"role": "user", "content": f"{said}, it is {today}"}])
+        await rollout.generate()
+        return Outcome(StopReason.ANSWERED, today)
+
+    first = Trajectory("a")
+    await first.run(agent)
+    said = "good day"
+    second = Next(first.calls, "b")
+    assert (await second.run(agent)).final_answer == "Monday"
+    assert second.dropped == [0]
+    third = Next(second.documents, "never")
+    assert (await third.run(agent)).final_answer == "Monday"
+    assert third.dropped == []
+
+
 @pytest.mark.parametrize("value", [b"x" * 2**21, ["y" * 2**20]])
 async def test_once_keeps_no_large_value(value: Any) -> None:
     async def agent(rollout: Rollout) -> Outcome:
