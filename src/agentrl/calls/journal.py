@@ -44,8 +44,12 @@ class Journal:
         calls: Sequence[DispatchedSamplingTask],
         drop: Callable[[int], Awaitable[object]],
         note: Callable[[Journal], Awaitable[None]],
+        events: Sequence[Event] = (),
     ) -> None:
-        """``drop`` takes the calls from an index on out of the trajectory, ``note`` stores what was saved."""
+        """``drop`` takes the calls from an index on out of the trajectory, ``note`` stores what was saved.
+
+        ``events`` are those that no call has.
+        """
         self._left = deque(calls)
         self._drop = drop
         self._note = note
@@ -53,7 +57,9 @@ class Journal:
         self._is_parallel = _is_parallel(calls)
         self._dropping = asyncio.Lock()
         self._moved = asyncio.Event()
-        self._events = [event for call in calls for event in call.events]
+        self.early = tuple(events)
+        """Events that no call has."""
+        self._events = [*events, *(event for call in calls for event in call.events)]
         self.kept: list[Event] = []
         """Events of dropped calls that had come back: they belong to the call that is made instead."""
         self.seconds = sum(call.generate_seconds + call.tool_seconds for call in calls)
