@@ -17,7 +17,7 @@ from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.renderer import ChatTemplate, ControlTokens, TemplateRenderer
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.images import Image
-from agentrl.documents.model_call import PartialGeneration, ToolExecution, VersionSpan
+from agentrl.documents.model_call import Event, PartialGeneration, ToolExecution, VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ToolState
 from agentrl.documents.task import Claim
@@ -177,6 +177,9 @@ class _Writes:
 
     async def note_snapshot(self, call: Turn) -> None:
         """The call has it."""
+
+    async def keep_events(self, events: Sequence[Event]) -> None:
+        """Nobody goes on with it."""
 
 
 class MemoryImages:

@@ -44,8 +44,12 @@ class Journal:
         calls: Sequence[DispatchedSamplingTask],
         drop: Callable[[int], Awaitable[object]],
         note: Callable[[Journal], Awaitable[None]],
+        events: Sequence[Event] = (),
     ) -> None:
-        """``drop`` takes the calls from an index on out of the trajectory, ``note`` stores what was saved."""
+        """``drop`` takes the calls from an index on out of the trajectory, ``note`` stores what was saved.
+
+        ``events`` are those that no call has.
+        """
         self._left = deque(calls)
         self._drop = drop
         self._note = note
@@ -53,7 +57,11 @@ class Journal:
         self._is_parallel = _is_parallel(calls)
         self._dropping = asyncio.Lock()
         self._moved = asyncio.Event()
-        self._events = [event for call in calls for event in call.events]
+        self.early = tuple(events)
+        """Events that no call has."""
+        self._events = [*events, *(event for call in calls for event in call.events)]
+        self.kept: list[Event] = []
+        """Events of dropped calls that had come back: they belong to the call that is made instead."""
         self.seconds = sum(call.generate_seconds + call.tool_seconds for call in calls)
         """Seconds that the stored calls had taken: the trajectory's time goes on from there."""
         self.done: list[ToolExecution | Event] = []
@@ -80,6 +88,9 @@ class Journal:
         way, and the rest of the journal is dropped. Raises LeaseLostError.
         """
         while self._left:
+            if self._dropping.locked():
+                async with self._dropping:  # what is being dropped must not come back meanwhile
+                    continue
             if _repeats(self._left[0], role, prompt, messages):
                 found = self._left.popleft()
                 self._moved.set()
@@ -146,7 +157,11 @@ class Journal:
                 extra={"record": self._left[0].record, "diverged_at": first, "dropped": count},
             )
             await self._drop(first)
-            gone = {id(event) for call in self._left for event in call.events}
+            # Keep what the agent has got: another value for the next owner would be another way again.
+            dropped = [event for call in self._left for event in call.events]
+            unasked = set(map(id, self._events))
+            self.kept += [event for event in dropped if id(event) not in unasked]
+            gone = set(map(id, dropped))
             self._events = [event for event in self._events if id(event) not in gone]
             self._left.clear()
             self._moved.set()

@@ -163,7 +163,17 @@ def chain_of(calls: Mapping[str, DispatchedSamplingTask], call_id: str) -> Chain
         output = unpack_ids(call.output_ids).tolist()
         messages += [*full_messages(call, before), call.message]
         before = call
-    return Chain(call_id, prompt, output, messages, images=tuple(images))
+    return Chain(call_id, prompt, output, messages, EncodedIds(), tuple(images))
+
+
+def continued(before: Chain, call: DispatchedSamplingTask) -> Chain:
+    """Return the conversation of ``call``, whose parent ends ``before`` and has run no tools."""
+    known = [*before.prompt_ids, *before.output_ids]
+    images = (*before.images, *(image.moved(len(known)) for image in call.images))
+    return Chain(
+        call.id, [*known, *unpack_ids(call.context_ids).tolist()], unpack_ids(call.output_ids).tolist(),
+        [*before.messages, *full_messages(call, None), call.message], before.encoded, images,
+    )  # fmt: skip
 
 
 def prompt_of(

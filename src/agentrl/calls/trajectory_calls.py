@@ -69,6 +69,9 @@ class Writes(Protocol):
     async def note_snapshot(self, call: Turn) -> None:
         """Store the snapshot of a call, which may be closed."""
 
+    async def keep_events(self, events: Sequence[Event]) -> None:
+        """Store all events of a trajectory whose calls are written elsewhere."""
+
 
 class Steps(Protocol):
     """The environment of a trajectory: ``EnvironmentSession``."""
@@ -130,8 +133,9 @@ class TrajectoryCalls:
         """The model calls of all roles, by index."""
         self._open: list[Turn] = []
         self._adopted: list[ScoredCall] = []
-        self._early: list[Event] = []
+        self._early = list(journal.early)
         """Events that came when no call could take them; the next one does."""
+        self._has_gateway = False
         self._task = claim.task
         self.record = claim.record_id
         """The id of the Record."""
@@ -248,11 +252,18 @@ class TrajectoryCalls:
         self._open.append(turn)
         if stored is not None:
             turn.resume(stored)
-        if self._early:
-            turn.events += self._early
-            self._early = []
+        if early := [*self.journal.kept, *self._early]:
+            turn.events += early
+            self.journal.kept, self._early = [], []
             turn.change()
         self._writer.offer(turn)
+
+    async def leave_to_gateway(self) -> None:
+        """Leave the model calls to a gateway. It takes no events: they are kept with the Record."""
+        self.journal.forget()
+        self._has_gateway = True
+        if self._early:
+            await self._writer.keep_events(self._early)
 
     def adopt(self, calls: Sequence[DispatchedSamplingTask], dropped: Collection[int]) -> None:
         """Adopt the calls that a gateway stored; do not count the ``dropped`` indexes as turns."""
@@ -432,6 +443,8 @@ class TrajectoryCalls:
                     break
                 del asked[first]
                 self._record(event, turn)
+        if self._has_gateway:
+            await self._writer.keep_events(self._early)
         return result
 
     def _record(self, event: Event, turn: Turn | None) -> None:
@@ -675,6 +688,10 @@ class CallWriter:
             # Shield the writer: a cancelled trajectory still stores what is queued, in ``__aexit__``.
             await asyncio.shield(self._start())
         self._check()
+
+    async def keep_events(self, events: Sequence[Event]) -> None:
+        """Store all events of a trajectory whose calls are written elsewhere. Raises StoreError."""
+        await self._store.records.keep(self._claim, events=tuple(events))
 
     async def note_snapshot(self, call: Turn) -> None:
         """Store the snapshot of a call, which may be closed. Raises StoreError."""

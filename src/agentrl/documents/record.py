@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.documents.document import Document, Root, is_finite, now
-from agentrl.documents.model_call import PartialGeneration, SamplingMask
+from agentrl.documents.model_call import Event, PartialGeneration, SamplingMask
 from agentrl.documents.status import ColumnStatus, RecordStatus, StopReason, shown_status
 from agentrl.errors import ConfigError, StoreError
 
@@ -457,6 +457,8 @@ class Record(Root):
     """The attempt of the claim that may write it; lower ones are refused."""
     owners: tuple[Ownership, ...] = ()
     """Who sampled it, in order."""
+    events: tuple[Event, ...] = ()
+    """What an agent asked by ``Rollout.once`` whose model calls a gateway stores; others are with the calls."""
     partial: PartialGeneration | None = None
     """The tokens of a released Record's unfinished model call; the next owner resumes it."""
     train_rule: str | None = None

@@ -23,6 +23,7 @@ from agentrl.calls.prompts import (
     Prompt,
     answered_prefixes,
     chain_of,
+    continued,
     digest_after,
     prefix_digests,
     prompt_of,
@@ -109,6 +110,19 @@ class Chains:
         else:
             self._cached.move_to_end(call_id)
         return chain
+
+    async def extend(self, call: DispatchedSamplingTask, after: str) -> None:
+        """Keep the conversation of a call that has come back; its digest is ``after``.
+
+        It grows by one call: reading all of them for each that comes back would be quadratic.
+        """
+        if call.id in self._cached:
+            return
+        if call.parent is None:
+            chain = chain_of({call.id: call}, call.id)
+        else:
+            chain = continued(await self.get(call.record, call.parent), call)
+        self.add(chain, (call.record, after))
 
     def add(self, chain: Chain, after: tuple[str, str] | None = None) -> None:
         """Keep a conversation, with ``after`` also by its record and digest; drop old ones over the limit."""

@@ -240,6 +240,7 @@ class PendingAnswers:
             raise dead_url() from error
         call = await store.model_calls.by_id(str(earlier.call))
         if call is not None:
+            await self._answerer.prompts.chains.extend(call, str(earlier.after))
             await store.records.count_replayed(caller.claim, call.generated_tokens)
         pending.prompted(prompt.ids)
         pending.allow()

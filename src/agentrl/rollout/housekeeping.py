@@ -279,7 +279,8 @@ class Tails:
     """Ends the trajectories of one sampler that are too late for training.
 
     A trajectory that began after step s is too late once step s + ``after_steps`` is committed: its first
-    tokens are then older than ``--max_staleness`` allows. Its slot is not sampled again. Its group is
+    tokens are then older than ``--max_staleness`` allows. One of earlier owners began after the step of the
+    policy version that sampled its first tokens. The slot of a late one is not sampled again. Its group is
     finalized with the trajectories that have a score.
     """
 
@@ -290,10 +291,14 @@ class Tails:
         self._step = 0
         self._begun: dict[str, int] = {}
         """Record → last committed step when its trajectory began."""
+        self._adopted: set[str] = set()
+        """Records of earlier owners, of which it is not known yet when they began."""
 
     def begin(self, claim: Claim) -> None:
-        """Note that a trajectory begins."""
+        """Note that a trajectory begins, or goes on."""
         self._begun[claim.record_id] = self._step
+        if claim.attempt > claim.first_attempt:
+            self._adopted.add(claim.record_id)
 
     async def run(self, freed: Callable[[], None]) -> None:
         """Cut trajectories after each step, until cancelled; call ``freed`` when some were cut."""
@@ -308,11 +313,22 @@ class Tails:
     async def _cut(self) -> int:
         running = {claim.record_id for claim in self._held.claims}
         self._begun = {record: step for record, step in self._begun.items() if record in running}
+        await self._find_begun()
         late = {record for record, step in self._begun.items() if self._step >= step + self._after_steps}
         claims = await self._held.cancel(late)
         why = f"step {self._step} was trained while it was running (--tail_policy {KIND})"
         await asyncio.gather(*(self._fail(claim, why) for claim in claims))
         return len(claims)
+
+    async def _find_begun(self) -> None:
+        """Find the steps after which the adopted trajectories began."""
+        for key in self._adopted & self._begun.keys():
+            record = await self._store.records.get(key)
+            if record is not None and record.min_version is not None:
+                version = await self._store.policy_versions.get(record.min_version)
+                if version is not None:
+                    self._begun[key] = min(version.step, self._begun[key])
+        self._adopted.clear()
 
     async def _fail(self, claim: Claim, why: str) -> None:
         logger.info("trajectory cut", extra={"record": claim.record_id, "why": why})

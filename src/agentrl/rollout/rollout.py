@@ -777,7 +777,7 @@ class Rollout(Role):
             why = "has no gateway" if self._gateway is None else "has made model calls already"
             raise TrajectoryError(f"this trajectory {why}", hint="open it once, before any model call")
         self._uses_gateway = True
-        self._calls.journal.forget()
+        await self._calls.leave_to_gateway()
         result = GatewayResult()
         try:
             takes_reward = self.environment is None or not self.environment.scored_by_tests

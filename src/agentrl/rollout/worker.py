@@ -199,7 +199,7 @@ class Worker:
                 claim, replayed=journal.replayed, tokens=journal.tokens, tool_seconds=journal.tool_seconds
             )
 
-        return Journal(calls, drop, note)
+        return Journal(calls, drop, note, record.events)
 
     async def _import(self, task: Task, agent_name: str) -> Agent | AgentClass:
         """Return the agent; check that this process can use it and the task's scorer and answer schema."""

@@ -575,7 +575,8 @@ class Attempts(Repository):
         return None if task is None else TaskStatus(task["status"])
 
     async def _release(self, claims: Sequence[Claim], restart: bool) -> list[Claim]:
-        fields = {**lease.RELEASED, **(lease.ANEW if restart else {})}
+        # Keep the deaths: a trajectory that kills its samplers may never come back to where it did.
+        fields = {**lease.RELEASED, **({"begun": None} if restart else {})}
 
         async def write() -> list[Claim]:
             lost = await lost_claims(self._connection, claims)

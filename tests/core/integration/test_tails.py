@@ -1,14 +1,17 @@
 """Long tails: a trajectory that outlasts its steps is cut or carried on; its group does not wait."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import small_run as run
 from rollout_fakes import ScriptedEngine, format_of
 from test_sampling import Setting, task
 
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
+from agentrl.documents.task import Claim
 from agentrl.inference.engine import Generation
 from agentrl.rollout import housekeeping
 from agentrl.store.client import Store
@@ -71,6 +74,39 @@ async def test_the_last_trajectory_of_a_group_is_cut_or_carried_after_its_step(
     assert cut.failure is not None
     assert (cut.failure.kind, "step 6" in cut.failure.message) == ("cut", True)
     assert [record.status for record in records].count(RecordStatus.READY) == 2
+
+
+async def test_a_trajectory_that_went_on_in_this_process_began_with_its_first_tokens(
+    store: Store, tmp_path: Path
+) -> None:
+    """Else one that is taken over every few steps would never be cut, and its group would wait for it."""
+    await run.publish(store, tmp_path, 0, step=0, train_step=None)
+    await store.tasks.load([task("a", slots=2)])
+    cut = []
+    for _ in range(2):
+        claim = await store.claims.claim(split="train", owner="old", lease_seconds=60)
+        assert claim is not None
+        await store.records.create(claim)
+        cut.append(claim)
+    old = cut[0]
+    await store.database["Record"].update_one({"_id": old.record_id}, {"$set": {"min_version": 0}})
+    await store.attempts.release(old)
+    going_on = await store.claims.claim(split="train", owner="new", lease_seconds=60)
+    assert going_on is not None
+    assert going_on.record_id == old.record_id
+    asked: list[set[str]] = []
+
+    async def cancel(records: set[str]) -> list[Claim]:
+        asked.append(records)
+        return []
+
+    held: Any = SimpleNamespace(claims=[going_on, cut[1]], cancel=cancel)
+    tails = housekeeping.Tails(store, held, 2)
+    tails._step = 2
+    tails.begin(going_on)
+    tails.begin(cut[1])
+    await tails._cut()
+    assert asked == [{going_on.record_id}]
 
 
 async def scored(store: Store, count: int) -> None:

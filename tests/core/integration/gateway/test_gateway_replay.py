@@ -16,6 +16,7 @@ from gateway_run import ADD, ADD_TOOL, answerer_of, gateway_task
 from rollout_fakes import ScriptedEngine, format_of
 
 from agentrl.base.concurrency import end_tasks
+from agentrl.calls.prompts import chain_of
 from agentrl.config.sampling import GatewayConfig
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import to_training_data
@@ -140,6 +141,35 @@ async def test_a_later_owner_gets_the_stored_answers_and_goes_on(store_with_task
     assert data is not None
     assert len(data.nodes) == 1
     assert data.trainable_tokens == record.generated_tokens
+
+
+async def test_answers_that_come_back_do_not_read_the_whole_trajectory_each(
+    store_with_task: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_with_task
+    async with Owner(store, f"I add.{ADD}").open_and_die() as old:
+        before = await add_up(old, 6)
+    new = Owner(store, "3")
+    read: list[int] = []
+    by_record = store.model_calls.by_record
+
+    async def counted(record_id: str) -> Any:
+        calls = await by_record(record_id)
+        read.append(len(calls))
+        return calls
+
+    async with new.open():
+        monkeypatch.setattr(store.model_calls, "by_record", counted)
+        messages = await add_up(new, 6)
+        assert messages == before
+        assert (await new.chat(messages, tools=[ADD_TOOL]))["content"] == "3"
+        assert read == []
+        monkeypatch.undo()
+    calls = await store.model_calls.by_record(new.claim.record_id)
+    assert [call.parent for call in calls] == [None, *(call.id for call in calls[:-1])]
+    whole = chain_of({call.id: call for call in calls}, calls[-1].id)
+    kept = await new.host._app.answerer.prompts.chains.get(new.claim.record_id, calls[-1].id)
+    assert replace(whole, encoded=None) == replace(kept, encoded=None)
 
 
 async def test_a_stored_answer_is_sent_as_its_new_request_wants_it(store_with_task: Store) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx2
@@ -9,6 +10,7 @@ import openai
 import pytest
 from gateway_run import answerer_of, gateway_task, worker_of
 from rollout_fakes import ScriptedEngine, format_of
+from waiting import cancel
 
 from agentrl.config.sampling import GatewayConfig
 from agentrl.documents.status import RecordStatus, StopReason
@@ -112,6 +114,44 @@ async def test_a_client_that_raises_fails_its_attempt_and_its_calls_stay(store: 
     record = await run_agent(store, raising, "x")
     assert (record.status, record.turns) == (RecordStatus.FAILED, 1)
     assert "ValueError: my bug" in record.failure.message
+
+
+async def test_what_an_agent_asked_once_is_the_same_for_the_next_owner(store: Store) -> None:
+    """No model call takes it: a gateway, maybe of another process, stores them."""
+    asked: list[int] = []
+    waiting, stamps = asyncio.Event(), []
+
+    async def stamped(rollout: Rollout) -> Outcome:
+        early = await rollout.once("stamp", lambda: asked.append(1) or len(asked))
+        async with rollout.gateway() as endpoint:
+            late = await rollout.once("stamp", lambda: asked.append(2) or len(asked))
+            stamps.append((early, late))
+            await ask(endpoint, [{"role": "user", "content": f"{early} {late}"}])
+            if not waiting.is_set():
+                waiting.set()
+                await asyncio.Event().wait()
+        return Outcome(StopReason.ANSWERED, "3")
+
+    engine = ScriptedEngine(format_of(), "3")
+    host = GatewayHost(answerer_of(store, engine), GatewayConfig())
+    worker = worker_of(store, engine, stamped, host)
+    await store.tasks.load([gateway_task(slots=1)])
+    for owner in ("old", "new"):
+        claim = await store.claims.claim(split="train", owner=owner, lease_seconds=600)
+        assert claim is not None
+        running = asyncio.create_task(worker.run(claim))
+        if owner == "old":
+            await asyncio.wait_for(waiting.wait(), 60)
+            await cancel(running)
+            await store.attempts.release(claim)
+    assert await running
+    await host.close()
+    assert stamps == [(1, 2), (1, 2)]
+    assert asked == [1, 2]
+    record = await store.records.get(claim.record_id)
+    assert record is not None
+    assert [event.result for event in record.events] == [1, 2]
+    assert (record.turns, record.dropped_calls) == (1, ())
 
 
 async def test_a_rollout_calls_the_model_in_one_way_only(store: Store) -> None:

@@ -507,6 +507,24 @@ async def test_a_death_uses_no_attempt_and_three_at_one_entry_are_poison(store: 
     assert [owner.owner for owner in record.owners] == ["a", "b", "c", "d", "e"]
 
 
+async def test_a_trajectory_that_begins_anew_between_deaths_is_poison_too(store: Store) -> None:
+    """Its tools answer otherwise when their calls are repeated, and its third call kills its samplers."""
+    await store.tasks.load(make_tasks(1, generations=1))
+    for death in range(claims.POISON_DEATHS):
+        dead = await take_one(store, f"w{death}")
+        await store.records.create(dead)
+        await store.database["Record"].update_one({"_id": dead.record_id}, {"$set": {"turns": 3}})
+        await expire(store, dead)
+        assert await store.expired_leases.reap("train") == 1
+        if death < claims.POISON_DEATHS - 1:
+            next_owner = await take_one(store)
+            await store.records.create(next_owner)
+            await store.attempts.release(next_owner, restart=True)
+            assert (await slot_of(store, dead)).begun is None
+    assert (await slot_of(store, dead)).status is SlotStatus.FAILED
+    assert [record.id for record in await failures(store, dead.task.id)] == [dead.record_id]
+
+
 async def test_a_group_waits_exactly_once_when_its_last_scores_race(store: Store) -> None:
     await store.tasks.load(make_tasks(1, generations=8))
     claims = [await take_one(store, f"w{number}") for number in range(8)]

@@ -153,6 +153,34 @@ async def test_a_role_that_never_comes_back_is_not_waited_for(monkeypatch: pytes
     assert [call.role for call in second.documents] == ["b"] * 3
 
 
+async def test_a_call_does_not_come_back_while_it_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "_STALLED_SECONDS", 0.01)
+    first = Trajectory(*[ADD] * 6)
+    await first.run(talk("ab"))
+    second = Next(first.calls, *[ADD] * 3)
+    dropping, dropped = asyncio.Event(), asyncio.Event()
+
+    async def drop(first: int) -> None:
+        dropping.set()
+        await dropped.wait()
+        second.dropped.append(first)
+
+    async def agent(rollout: Rollout) -> Outcome:
+        early = asyncio.create_task(rollout.role("b").generate())
+        await dropping.wait()
+        late = asyncio.create_task(rollout.role("a").generate())
+        await asyncio.sleep(0.05)
+        dropped.set()
+        await asyncio.gather(early, late)
+        return Outcome(StopReason.ANSWERED, "3")
+
+    monkeypatch.setattr(second.journal, "_drop", drop)
+    await second.run(agent)
+    assert second.dropped == [0]
+    assert [turn.stored for turn in second.rollout._calls.made] == [None, None]
+    assert len(second.engine.prompts) == 2
+
+
 async def test_once_has_the_value_of_the_first_time() -> None:
     asked: list[str] = []
 
@@ -179,6 +207,27 @@ async def test_once_has_the_value_of_the_first_time() -> None:
     assert len(asked) == 3
     third = Next(first.calls[:1], "b")
     assert (await third.run(agent)).final_answer == answer.replace("3", "4")
+
+
+async def test_a_value_that_came_back_stays_with_the_call_that_is_made_instead() -> None:
+    days = iter(["Monday", "Tuesday"])
+    said = "hello"
+
+    async def agent(rollout: Rollout) -> Outcome:
+        today = await rollout.once("today", lambda: next(days))
+        rollout.append_messages([{"role": "user", "content": f"{said}, it is {today}"}])
+        await rollout.generate()
+        return Outcome(StopReason.ANSWERED, today)
+
+    first = Trajectory("a")
+    await first.run(agent)
+    said = "good day"
+    second = Next(first.calls, "b")
+    assert (await second.run(agent)).final_answer == "Monday"
+    assert second.dropped == [0]
+    third = Next(second.documents, "never")
+    assert (await third.run(agent)).final_answer == "Monday"
+    assert third.dropped == []
 
 
 @pytest.mark.parametrize("value", [b"x" * 2**21, ["y" * 2**20]])
