@@ -507,6 +507,28 @@ async def test_a_death_uses_no_attempt_and_three_at_one_entry_are_poison(store: 
     assert [owner.owner for owner in record.owners] == ["a", "b", "c", "d", "e"]
 
 
+async def test_a_slot_fails_when_its_trajectories_have_begun_anew_three_times_in_a_row(store: Store) -> None:
+    await store.tasks.load(make_tasks(1, generations=1))
+    why = Failure(kind="replay", message="python answered otherwise")
+    for status in (SlotStatus.OPEN, SlotStatus.OPEN, SlotStatus.FAILED):
+        await store.attempts.release(await take_one(store))
+        claim = await take_one(store)
+        await store.records.create(claim)
+        assert await store.attempts.begin_anew(claim, why) is status
+        with pytest.raises(LeaseLostError):
+            await store.attempts.begin_anew(claim, why)
+    slot = await slot_of(store, claim)
+    assert (slot.attempt - slot.released, slot.begun, slot.restarts) == (0, None, 3)
+    first, second, last = await store.records.by_task(claim.task.id)
+    assert [record.owners[-1].ended for record in (first, second)] == ["restarted"] * 2
+    assert last.failure is not None
+    assert (last.failure.kind, last.status) == ("replay", RecordStatus.FAILED)
+    assert last.failure.message == "began anew 2 times, and cannot again: python answered otherwise"
+    assert await store.groups.waiting("train") == [claim.task.id]
+    assert await store.claims.reopen_failed("train") == 1
+    assert (await slot_of(store, claim)).restarts == 0
+
+
 async def test_a_group_waits_exactly_once_when_its_last_scores_race(store: Store) -> None:
     await store.tasks.load(make_tasks(1, generations=8))
     claims = [await take_one(store, f"w{number}") for number in range(8)]
