@@ -445,7 +445,8 @@ class TrajectoryCalls:
                 self._record(event, turn)
         if self._has_gateway:
             await self._writer.keep_events(self._early)
-        return result
+        # Return a copy: the agent may change what it got before it is written.
+        return sanitize_bson(result)
 
     def _record(self, event: Event, turn: Turn | None) -> None:
         taker = turn or (self.made[-1] if self.made else None)

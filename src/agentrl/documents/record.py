@@ -373,7 +373,7 @@ CALL_ROLES = "call_roles"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure(Document):
-    """Why an attempt failed; ``kind`` is engine, tool, harness, scorer, timeout, trajectory, poison, …"""
+    """Why an attempt failed; ``kind`` is engine, tool, harness, scorer, trajectory, replay, poison, …"""
 
     kind: str
     message: str

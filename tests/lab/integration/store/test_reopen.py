@@ -14,6 +14,8 @@ from agentrl.documents.record import Failure
 from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Task, task_key
 from agentrl.documents.training import TrainStep
+from agentrl.errors import FailureError
+from agentrl.lab.db_cli import KINDS
 from agentrl.lab.regroup import Blocker, Reopening
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
@@ -115,3 +117,12 @@ async def test_a_group_whose_calls_were_pruned_stays(store: Store, tmp_path: Pat
     await db("prune", "--older_than_days", "0")
     assert "left as they are: 1 groups (pruned)" in await db("reopen")
     assert "reopened: 0 slots" in await db("reopen", "--failure_kind", "scorer")
+
+
+def test_every_kind_of_failure_can_be_named() -> None:
+    kinds, errors = {"timeout", "poison"}, [FailureError]
+    while errors:
+        error = errors.pop()
+        errors += error.__subclasses__()
+        kinds.add(error.kind)
+    assert kinds <= set(KINDS)
