@@ -264,6 +264,9 @@ class TrajectoryCalls:
         Raises ToolServerError for a lost server.
         """
         if turn is not None:
+            if not turn.counted:
+                turn.counted = True
+                self.journal.count(turn.journal)
             found = self.journal.execution(turn.journal, call.name, call.arguments)
             if found is not None:
                 if not found.finished:

@@ -86,6 +86,8 @@ class Turn:
     """Its document, if it is a call of an earlier owner."""
     journal: list[ToolExecution] = field(default_factory=list)
     """Runs of its tools under earlier owners that nobody has asked for again."""
+    counted: bool = False
+    """Whether the journal counts these runs as returned: one of its tools was asked for."""
     changes: int = 0
     """How often it has changed since it was made."""
     written: int | None = None
@@ -443,7 +445,7 @@ async def execute(
             reward=result.reward,
             condensed=result.condensed,
             images=tuple(image.ref for image in shown),
-            started_at=started_at,
+            started_at=result.started_at or started_at,
             attempt=attempt,
         )
         end_tool(span, execution)
