@@ -70,6 +70,11 @@ class Journal:
         """Return whether model calls are left that may come back, or what came back is to be noted."""
         return bool(self._left) or not self._is_noted
 
+    @property
+    def left(self) -> int:
+        """Return the number of model calls that may come back."""
+        return len(self._left)
+
     async def call(
         self, role: str | None, prompt: Prompt, messages: Sequence[Message] | None = None
     ) -> DispatchedSamplingTask | None:

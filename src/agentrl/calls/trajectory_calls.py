@@ -298,6 +298,15 @@ class TrajectoryCalls:
             self._note(turn, execution)
         return execution
 
+    async def offered(self, tools: Tools) -> Sequence[Schema]:
+        """Return the schemas of what is offered now, also of tools that calls of earlier owners have added.
+
+        While stored model calls are left, these are not made again: nothing new is run before that.
+        """
+        if not self.journal.left:
+            await self.rebuild(tools)
+        return await tools.list()
+
     async def rebuild(self, tools: Tools) -> None:
         """Make the state of tools and environment again, before the first call that needs it.
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from rollout_fakes import FakeSession, FakeTools
@@ -43,10 +44,11 @@ class Tools(FakeTools):
         super().__init__()
         self.ends = {text: asyncio.Event() for text in waiting}
         self.begun: list[str] = []
+        self.names = list(STATES)
 
     def list(self, servers: Sequence[str] | None = None) -> Sequence[Schema]:
         parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-        return [function_schema(name, f"It {name}s.", parameters) for name in STATES]
+        return [function_schema(name, f"It {name}s.", parameters) for name in self.names]
 
 
 class Session(FakeSession):
@@ -138,3 +140,34 @@ async def test_a_third_owner_has_the_results_of_both_in_the_order_in_which_they_
     third.tools = Tools()
     assert await third.run() == Outcome(StopReason.ANSWERED, "3")
     assert third.documents[2].tool_executions[0].text == f"0,d,b,{LAST}"
+
+
+class Growing(Session):
+    """It has the tool ``send`` once ``push`` was called."""
+
+    async def list(self) -> Sequence[Schema]:
+        self.tools.names = list(STATES) if self.pushed else ["look", "push"]
+        return self.tools.list()
+
+
+@pytest.mark.parametrize("known", [1, 2, 3])
+@pytest.mark.parametrize("has_results", [True, False])
+async def test_a_tool_that_an_earlier_call_has_added_is_known_to_a_session_that_begins(
+    known: int, has_results: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = (call("push", "0"), call("send", "a"), call("push", LAST), SCRIPT[-1])
+    monkeypatch.setattr("trajectories.FakeSession", Growing)
+    first = Trajectory(*script)
+    first.tools = Tools()
+    first.tools.names.remove("send")
+    await first.run()
+    assert [len(each.tool_executions) for each in first.calls] == [1, 1, 1, 0]
+    before = first.calls[:known]
+    if not has_results:
+        before[-1] = replace(before[-1], tool_executions=())
+    second = Next(before, *script[known:])
+    second.tools = Tools()
+    second.tools.names.remove("send")
+    assert await second.run() == Outcome(StopReason.ANSWERED, "3")
+    assert second.dropped == []
+    assert second.rollout.messages == first.rollout.messages
