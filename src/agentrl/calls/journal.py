@@ -80,6 +80,11 @@ class Journal:
         """Return whether model calls are left that may come back, or what came back is to be noted."""
         return bool(self._left) or not self._is_noted
 
+    @property
+    def left(self) -> int:
+        """Return the number of model calls that may come back."""
+        return len(self._left)
+
     async def call(
         self, role: str | None, prompt: Prompt, messages: Sequence[Message] | None = None
     ) -> DispatchedSamplingTask | None:
@@ -120,9 +125,16 @@ class Journal:
         for index, execution in enumerate(left):
             if execution.name == name and _text(execution.arguments) == wanted:
                 self.tool_seconds += execution.seconds
-                self.done.append(execution)
                 return left.pop(index)
         return None
+
+    def count(self, left: Sequence[ToolExecution]) -> None:
+        """Count all tool runs of a call as returned, before the first of them is asked for.
+
+        Calls that are made now came after them, wherever they stand in the answer; and parallel calls are
+        made again in the order in which they ended.
+        """
+        self.done += sorted(left, key=_ended)
 
     def event(self, name: str, arguments: Any = None, own: Sequence[Event] = ()) -> Event | None:
         """Return the first event of this name with these arguments, and take it out.
@@ -185,6 +197,13 @@ def _is_parallel(calls: Sequence[DispatchedSamplingTask]) -> bool:
         call.role != before.role or call.opens_branch or call.parent not in (None, before.id)
         for before, call in pairwise(calls)
     )
+
+
+def _ended(execution: ToolExecution) -> tuple[int, float]:
+    """Return when a tool run ended: owners follow one another, whatever their clocks say."""
+    started = 0.0 if execution.started_at is None else execution.started_at.timestamp()
+    # Round to more than the milliseconds that are stored: fast calls stay in the order of the answer.
+    return execution.attempt or 0, round(started + execution.seconds, 2)
 
 
 def _repeats(

@@ -275,6 +275,9 @@ class TrajectoryCalls:
         Raises ToolServerError for a lost server.
         """
         if turn is not None:
+            if not turn.counted:
+                turn.counted = True
+                self.journal.count(turn.journal)
             found = self.journal.execution(turn.journal, call.name, call.arguments)
             if found is not None:
                 if not found.finished:
@@ -305,6 +308,15 @@ class TrajectoryCalls:
                 turn.executions.remove(begun)
             self._note(turn, execution)
         return execution
+
+    async def offered(self, tools: Tools) -> Sequence[Schema]:
+        """Return the schemas of what is offered now, also of tools that calls of earlier owners have added.
+
+        While stored model calls are left, these are not made again: nothing new is run before that.
+        """
+        if not self.journal.left:
+            await self.rebuild(tools)
+        return await tools.list()
 
     async def rebuild(self, tools: Tools) -> None:
         """Make the state of tools and environment again, before the first call that needs it.

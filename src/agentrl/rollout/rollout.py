@@ -218,8 +218,9 @@ class Role:
         tools = self._shared.tools
         try:
             messages = await run_tool_calls(
-                turn, tools, self.schemas, lambda call: self._calls.run_tool(turn, call, tools)
-            )
+                turn, self.schemas, lambda: self._calls.offered(tools),
+                lambda call: self._calls.run_tool(turn, call, tools),
+            )  # fmt: skip
         finally:
             # Settle also after a lost server: the failed attempt keeps the calls that have run.
             self._shared.tool_calls += len(turn.executions) - before
