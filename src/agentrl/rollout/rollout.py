@@ -744,7 +744,8 @@ class Rollout(Role):
 
         Another process that goes on with the trajectory gets the same value without a call: ask this way for
         the time, for randomness and for anything outside that is no tool. The n-th question of a name gets
-        the n-th value. A sync function runs in a thread. Raises TrajectoryError for a value of more than 1 MiB; others are stored as BSON.
+        the n-th value. A sync function runs in a thread. Values are stored as BSON. Raises TrajectoryError
+        for one of more than 1 MiB.
         """
         if not isinstance(name, str) or name in ("", STEP):
             raise TrajectoryError(f"once() was given the name {name!r}", hint="give it a text of its own")

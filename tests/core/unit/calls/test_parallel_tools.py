@@ -87,7 +87,7 @@ class Session(FakeSession):
 
 
 async def killed(order: str) -> list[DispatchedSamplingTask]:
-    """The stored calls of a trajectory that was killed when the tools of ``order`` had ended, in this order."""
+    """The stored calls of a trajectory that was killed when the tools of ``order`` had ended, in it."""
     first = Trajectory(*SCRIPT)
     tools = first.tools = Tools(*TURN, LAST)
     running = asyncio.create_task(first.run())
