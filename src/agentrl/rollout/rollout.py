@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import time
@@ -16,7 +15,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from agentrl.base.concurrency import Deadline
+from agentrl.base.concurrency import AGENT_THREADS, Deadline
 from agentrl.base.user_code import contain, describe
 from agentrl.base.validation import Positive, PositiveWhole, SettingsModel, Text, read_config
 from agentrl.calls.prompts import Conversation, Prompt
@@ -69,7 +68,7 @@ from agentrl.rollout.agent_io import (
     read_agent_cfg,
 )
 from agentrl.scoring.scorers import ScoredCall, ScoreResult
-from agentrl.tools.tool import Schema, schema_name
+from agentrl.tools.tool import Schema, run_function, schema_name
 
 ContextManager = Callable[[Any], Awaitable[list[Message] | None]]
 """Takes the Rollout, or the Role of a trajectory with several.
@@ -748,8 +747,8 @@ class Rollout(Role):
 
         Another process that goes on with the trajectory gets the same value without a call: ask this way for
         the time, for randomness and for anything outside that is no tool. The n-th question of a name gets
-        the n-th value. Raises TrajectoryError for a value of more than 1 MiB; others are stored as BSON. What
-        ``function`` raises is not stored.
+        the n-th value. A sync function runs in a thread. Values are stored as BSON, and what ``function``
+        raises is not stored. Raises TrajectoryError for a value of more than 1 MiB.
         """
         if not isinstance(name, str) or name in ("", STEP):
             raise TrajectoryError(f"once() was given the name {name!r}", hint="give it a text of its own")
@@ -757,8 +756,8 @@ class Rollout(Role):
         async def call() -> Any:
             token = _IN_ONCE.set(True)
             try:
-                value = function()
-                return await value if inspect.isawaitable(value) else value
+                # In the event loop a slow function would hold all trajectories, and the renewal of leases.
+                return await run_function(AGENT_THREADS, function)
             finally:
                 _IN_ONCE.reset(token)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -228,6 +229,16 @@ async def test_a_value_that_came_back_stays_with_the_call_that_is_made_instead()
     third = Next(second.documents, "never")
     assert (await third.run(agent)).final_answer == "Monday"
     assert third.dropped == []
+
+
+async def test_a_slow_function_does_not_hold_the_event_loop() -> None:
+    going = threading.Event()
+
+    async def agent(rollout: Rollout) -> Outcome:
+        rollout.loop.call_later(0.01, going.set)
+        return Outcome(StopReason.ANSWERED, str(await rollout.once("slow", lambda: going.wait(10))))
+
+    assert (await Trajectory("a").run(agent)).final_answer == "True"
 
 
 @pytest.mark.parametrize("value", [b"x" * 2**21, ["y" * 2**20]])
