@@ -9,6 +9,7 @@ Temporal) needs a server that holds the history; here it is the trajectory itsel
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 from agentrl.calls.prompts import Prompt
 from agentrl.chat.chat_format import Message
+from agentrl.documents.document import sanitize_bson
 from agentrl.documents.model_call import (
     STEP,
     DispatchedSamplingTask,
@@ -103,9 +105,9 @@ class Journal:
         self, left: list[ToolExecution], name: str, arguments: Mapping[str, Any]
     ) -> ToolExecution | None:
         """Return the first of ``left`` that ran this tool with these arguments, and take it out."""
-        wanted = storable_arguments(arguments) if left else None
+        wanted = _text(storable_arguments(arguments)) if left else None
         for index, execution in enumerate(left):
-            if execution.name == name and execution.arguments == wanted:
+            if execution.name == name and _text(execution.arguments) == wanted:
                 self.tool_seconds += execution.seconds
                 self.done.append(execution)
                 return left.pop(index)
@@ -155,6 +157,11 @@ class Journal:
         if not self._is_noted:
             self._is_noted = True
             await self._note(self)
+
+
+def _text(arguments: Any) -> str:
+    """Return stored arguments as text: as values, NaN differs from itself, and 1 is True."""
+    return json.dumps(sanitize_bson(arguments), sort_keys=True, default=str)
 
 
 def _is_parallel(calls: Sequence[DispatchedSamplingTask]) -> bool:

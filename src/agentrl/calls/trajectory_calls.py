@@ -432,7 +432,8 @@ class TrajectoryCalls:
                     break
                 del asked[first]
                 self._record(event, turn)
-        return result
+        # Return a copy: the agent may change what it got before it is written.
+        return sanitize_bson(result)
 
     def _record(self, event: Event, turn: Turn | None) -> None:
         taker = turn or (self.made[-1] if self.made else None)

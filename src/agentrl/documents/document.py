@@ -213,13 +213,17 @@ def score_problem(value: Any) -> str:
 def sanitize_bson(value: Any, depth: int = 0) -> Any:
     """Return ``value`` with everything that BSON cannot hold converted.
 
-    Lone surrogates, and NUL in keys, are replaced. Integers beyond 64 bits, nesting beyond 40 levels and
-    other objects become strings, sets become lists, and numbers of other libraries become Python's. Times
-    become those that are read again: in UTC, with milliseconds.
+    What is returned equals what is read again. Lone surrogates, and NUL in keys, are replaced, and the key
+    ``$ref`` beside ``$id``. Integers beyond 64 bits, nesting beyond 40 levels and other objects become
+    strings, sets become lists, and numbers of other libraries become Python's. Times are in UTC, with
+    milliseconds.
     """
     if isinstance(value, datetime):
-        moment = value.replace(tzinfo=value.tzinfo or UTC).astimezone(UTC)
-        return moment.replace(microsecond=moment.microsecond // 1000 * 1000)
+        try:
+            moment = value.replace(tzinfo=value.tzinfo or UTC).astimezone(UTC)
+        except OverflowError:  # in its own time zone it is in year 1 or 9999, in UTC in none
+            return str(value)
+        return moment.replace(microsecond=moment.microsecond // 1000 * 1000, fold=0)
     if value is None or isinstance(value, (bool, float, bytes)):
         # Convert a float too: numpy's float64 is a subclass, which orjson refuses.
         return float(value) if isinstance(value, float) else value
@@ -244,10 +248,14 @@ def sanitize_bson(value: Any, depth: int = 0) -> Any:
 
 def _sanitize_items(value: Mapping[Any, Any] | Sequence[Any], depth: int) -> Any:
     if isinstance(value, (dict, Mapping)):
-        return {
+        items = {
             replace_surrogates(str(key)).replace("\0", "\ufffd"): sanitize_bson(item, depth)
             for key, item in value.items()
         }
+        if "$ref" in items and "$id" in items:
+            # Rename it: the driver would read a reference, a DBRef, where an object was written.
+            return {"\uff04ref" if key == "$ref" else key: item for key, item in items.items()}
+        return items
     return [sanitize_bson(item, depth) for item in value]
 
 

@@ -500,14 +500,13 @@ def storable_arguments(arguments: Any) -> Any:
     """Return the arguments of a tool call; as JSON text if BSON would change them.
 
     It does that to an integer beyond 64 bits, to nesting beyond 40 levels, to NUL in a key, and to objects
-    with ``$ref``, which the driver reads as references.
+    with ``$ref`` and ``$id``, which the driver reads as references.
     """
     storable = sanitize_bson(arguments)
     try:
         # Compare as JSON: 1, 1.0 and True are equal to Python, and three values to a tool.
         text = json.dumps(arguments, ensure_ascii=False)
-        is_same = json.dumps(storable, ensure_ascii=False) == text and '"$ref":' not in text
-        return storable if is_same else text
+        return storable if json.dumps(storable, ensure_ascii=False) == text else text
     except (TypeError, ValueError, RecursionError):  # values of an agent's own that are not JSON
         return storable
 

@@ -545,6 +545,9 @@ def _generation(reply: Reply, model: FixedModel) -> Generation:
     )  # fmt: skip
 
 
+_IN_ONCE: ContextVar[bool] = ContextVar("agentrl_in_once", default=False)
+"""Whether the function of a ``Rollout.once`` runs."""
+
 TimeLimit = Callable[[float | None], AbstractAsyncContextManager[Any]]
 """Raises TimeoutError after so many seconds; None means no limit."""
 
@@ -744,16 +747,23 @@ class Rollout(Role):
 
         Another process that goes on with the trajectory gets the same value without a call: ask this way for
         the time, for randomness and for anything outside that is no tool. The n-th question of a name gets
-        the n-th value. Raises TrajectoryError for a value of more than 1 MiB; others are stored as BSON.
+        the n-th value. Raises TrajectoryError for a value of more than 1 MiB; others are stored as BSON. What
+        ``function`` raises is not stored.
         """
         if not isinstance(name, str) or name in ("", STEP):
             raise TrajectoryError(f"once() was given the name {name!r}", hint="give it a text of its own")
 
         async def call() -> Any:
-            value = function()
-            return await value if inspect.isawaitable(value) else value
+            token = _IN_ONCE.set(True)
+            try:
+                value = function()
+                return await value if inspect.isawaitable(value) else value
+            finally:
+                _IN_ONCE.reset(token)
 
-        return await self._calls.event(name, call)
+        # Store no question inside of another: where the outer value comes back, nobody asks it again, and
+        # the next question of its name would get its value.
+        return sanitize_bson(await call()) if _IN_ONCE.get() else await self._calls.event(name, call)
 
     async def end_journal(self) -> None:
         """Drop what earlier owners did and the agent has not done again: it has ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from rollout_fakes import FakeSession, FakeTools
 from test_sampling import ADD, Setting, quick, task
 from waiting import cancel, until
 
+from agentrl.documents.document import sanitize_bson
 from agentrl.documents.model_call import (
     STEP,
     Event,
@@ -347,7 +349,9 @@ async def test_arguments_of_a_model_and_values_of_an_agent_come_back_as_they_wer
     claim = await run.claim(store)
     given = storable_arguments({"a": value})
     execution = ToolExecution(name="$a.b", arguments=given, result="", error=False, seconds=0.0, attempt=1)
-    answer = [{"$id": 1}, {"$ref": "#/a"}, {"$set": {"a.b": 1}}, {"": 1}]
+    answer = sanitize_bson(
+        [{"$id": 1, "$ref": "a"}, {"$ref": "#/a"}, {"$set": {"a.b": 1}}, {"": 1}, math.inf]
+    )
     event = Event(name="$a.b", result=answer, started_at=claim.task.created_at, seconds=0.0, attempt=1)
     call = run.call(claim, 0, 0, 2)
     for revision in range(2):
