@@ -77,8 +77,8 @@ NASTY = [
     {"$ref": "c", "$id": 1, "k": [{"$ref": "c", "$id": {"a.b": 1}}]}, {"$ref": "#/a"}, {"$set": {"a.b": 1}},
     {1: "a", "1": "b", None: (1, 2)}, 2**63, -(2**70), math.nan, -math.inf, b"\0\xff", {3, 1, 2},
     Decimal("1.10"), Fraction(1, 3), UUID(int=1), datetime.date(2026, 1, 1),
-    datetime.datetime(2026, 1, 1, microsecond=1999),
-    datetime.datetime(1, 1, 1, tzinfo=ZoneInfo("Asia/Shanghai")), "\ud800\0",
+    datetime.datetime(2026, 1, 1, microsecond=1999), "\ud800\0",
+    datetime.datetime(1, 1, 1, tzinfo=ZoneInfo("Asia/Shanghai")),
 ]  # fmt: skip
 
 
