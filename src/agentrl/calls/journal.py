@@ -94,6 +94,9 @@ class Journal:
         that is not the next one waits for those before it, for a moment: then the trajectory has gone another
         way, and the rest of the journal is dropped. Raises LeaseLostError.
         """
+        if self._left:
+            # Let the heartbeats and the other trajectories run: a long journal comes back without other waits.
+            await asyncio.sleep(0)
         while self._left:
             if self._dropping.locked():
                 async with self._dropping:  # what is being dropped must not come back meanwhile
@@ -109,8 +112,10 @@ class Journal:
                 if found.snapshot is not None:
                     self.snapshot, self.in_snapshot = found.snapshot, None
                 return found
+            # Another conversation may begin beside those of the journal.
+            is_beside = self._is_parallel or role != self._left[0].role or prompt.opens_branch
             try:
-                async with asyncio.timeout(_STALLED_SECONDS if self._is_parallel else 0.0):
+                async with asyncio.timeout(_STALLED_SECONDS if is_beside else 0.0):
                     await self._moved.wait()
             except TimeoutError:
                 await self._diverge()

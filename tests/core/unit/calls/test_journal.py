@@ -86,6 +86,26 @@ async def test_a_trajectory_goes_on_after_each_of_its_calls(known: int, has_tool
     assert shown(second.documents) == shown(first.calls)
 
 
+async def test_the_heartbeats_go_on_while_a_long_trajectory_comes_back() -> None:
+    """Else its owner would lose all its leases, and the next one too: their deaths would be poison."""
+    turns, beats = 20, 0
+    first = Trajectory(*[ADD] * turns, ANSWER, max_turns=turns + 1)
+    await first.run()
+    second = Next(first.calls[:turns], ANSWER, max_turns=turns + 1)
+
+    async def beat() -> None:
+        nonlocal beats
+        while True:
+            await asyncio.sleep(0)
+            beats += 1
+
+    beating = asyncio.create_task(beat())
+    await second.run()
+    beating.cancel()
+    assert beats >= turns
+    assert len(second.engine.prompts) == 1
+
+
 async def test_a_call_that_differs_is_live_and_the_rest_is_dropped() -> None:
     first = Trajectory(*SCRIPT)
     await first.run()
