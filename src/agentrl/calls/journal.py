@@ -88,7 +88,7 @@ class Journal:
         way, and the rest of the journal is dropped. Raises LeaseLostError.
         """
         if self._left:
-            # Let the heartbeats and the other trajectories run: a long journal comes back without other waits.
+            # Let heartbeats and other trajectories run: a long journal comes back without other waits.
             await asyncio.sleep(0)
         while self._left:
             if self._dropping.locked():

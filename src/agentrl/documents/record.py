@@ -458,7 +458,7 @@ class Record(Root):
     owners: tuple[Ownership, ...] = ()
     """Who sampled it, in order."""
     events: tuple[Event, ...] = ()
-    """What an agent asked by ``Rollout.once`` whose model calls a gateway stores; others are with the calls."""
+    """What an agent asked by ``Rollout.once`` whose calls a gateway stores; others are with their calls."""
     partial: PartialGeneration | None = None
     """The tokens of a released Record's unfinished model call; the next owner resumes it."""
     train_rule: str | None = None
