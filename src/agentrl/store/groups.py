@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from pymongo import ASCENDING, ReturnDocument, UpdateOne
+from pymongo import ASCENDING, DESCENDING, ReturnDocument, UpdateOne
 
 from agentrl.documents.document import plain
 from agentrl.documents.model_call import DispatchedSamplingTask, pack_floats
@@ -21,6 +21,7 @@ from agentrl.documents.status import (
     RecordStatus,
     SlotStatus,
     TaskStatus,
+    VersionStatus,
     sources,
     values,
 )
@@ -36,6 +37,7 @@ from agentrl.store.mechanics.connection import (
     DATA,
     RECORD,
     TASK,
+    VERSION,
     Connection,
     Json,
     Repository,
@@ -44,6 +46,8 @@ from agentrl.store.mechanics.connection import (
 from agentrl.store.mechanics.lease import FREE, DocumentLease, after, after_backoff, expired, literal
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.records import read_records
+
+_UNSAMPLED = values((RecordStatus.CREATED, RecordStatus.RUNNING, RecordStatus.RELEASED))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +109,28 @@ class Groups(Repository):
 
     @database_call
     async def oldest_version(self, split: str) -> int | None:
-        """Return the oldest policy version of a token of groups that are begun and not finalized, if any."""
+        """Return the oldest policy version of a token of groups that are begun and not finalized, if any.
+
+        A trajectory whose first model call is not stored yet counts as of the versions of its beginning.
+        """
         begun = {"split": split, "status": {"$in": [TaskStatus.RUNNING.value, TaskStatus.WAITING.value]}}
-        query = {"task": {"$in": await self._ids(TASK, begun)}, "min_version": {"$gte": 0}}
+        tasks = {"task": {"$in": await self._ids(TASK, begun)}}
         found = await self._aggregate(
-            RECORD, {"$match": query}, {"$group": {"_id": None, "oldest": {"$min": "$min_version"}}}
+            RECORD,
+            {"$match": {**tasks, "min_version": {"$gte": 0}}},
+            {"$group": {"_id": None, "oldest": {"$min": "$min_version"}}},
         )
-        return int(found[0]["oldest"]) if found else None
+        oldest = [int(group["oldest"]) for group in found]
+        unstored = {**tasks, "status": {"$in": _UNSAMPLED}, "min_version": None}
+        first = await self._collection(RECORD).find_one(unstored, {"created_at": 1}, sort=[("created_at", 1)])
+        if first is not None:
+            # Take two: an engine may have served the one before the newest.
+            served = await self._collection(VERSION).find(
+                {"status": VersionStatus.PUBLISHED.value, "published_at": {"$lte": first["created_at"]}},
+                {"_id": 1}, sort=[("_id", DESCENDING)], limit=2,
+            ).to_list()  # fmt: skip
+            oldest += [int(version["_id"]) for version in served]
+        return min(oldest, default=None)
 
     @database_call
     async def to_decide(self, task_id: str, columns: Sequence[str] = ()) -> StoredGroup | None:

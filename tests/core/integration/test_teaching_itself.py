@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,14 @@ async def test_deleted_weights_give_the_trajectories_up_at_once_and_by_name(
 
 async def test_versions_of_open_groups_are_needed(store: Store, configs: Configs) -> None:
     assert await store.groups.oldest_version("train") == 1
+    await run.add_task(store, "train/0/calling", 1)
+    calling = await run.claim(store)
+    later = {"published_at": datetime.now(UTC) + timedelta(hours=1)}
+    await store.database["PolicyVersion"].update_one({"_id": 2}, {"$set": later})
+    assert await store.groups.oldest_version("train") == 0, "engines may have served version 0"
+    await store.database["Record"].update_one({"_id": calling.record_id}, {"$set": {"min_version": 2}})
+    assert await store.groups.oldest_version("train") == 1
+    await store.database["Task"].delete_one({"_id": calling.task.id})
     await teach(configs)
     assert await finalize(store) == 1
     assert await store.groups.oldest_version("train") is None
