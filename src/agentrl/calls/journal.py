@@ -56,7 +56,8 @@ class Journal:
         self._drop = drop
         self._note = note
         self._is_noted = not calls
-        self._is_parallel = _is_parallel(calls)
+        self.is_parallel = _is_parallel(calls)
+        """Whether roles or branches ran at the same time: their agent may ask in another order."""
         self._dropping = asyncio.Lock()
         self._moved = asyncio.Event()
         self.early = tuple(events)
@@ -67,7 +68,7 @@ class Journal:
         self.seconds = sum(call.generate_seconds + call.tool_seconds for call in calls)
         """Seconds that the stored calls had taken: the trajectory's time goes on from there."""
         self.done: list[ToolExecution | Event] = []
-        """The returned tool runs and steps, in order; replaying them restores the state of the tools."""
+        """The returned tool runs and steps, as they were looked up: repeated, they restore the state."""
         self.snapshot: str | None = None
         """The files of tools as they were after the first ``in_snapshot`` of ``done``; None without any."""
         self.in_snapshot: int | None = None
@@ -113,7 +114,7 @@ class Journal:
                     self.snapshot, self.in_snapshot = found.snapshot, None
                 return found
             # Another conversation may begin beside those of the journal.
-            is_beside = self._is_parallel or role != self._left[0].role or prompt.opens_branch
+            is_beside = self.is_parallel or role != self._left[0].role or prompt.opens_branch
             try:
                 async with asyncio.timeout(_STALLED_SECONDS if is_beside else 0.0):
                     await self._moved.wait()

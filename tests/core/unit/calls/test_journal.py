@@ -465,6 +465,41 @@ async def test_times_of_once_are_those_that_are_read_again() -> None:
     assert second.dropped == []
 
 
+async def test_tools_of_parallel_roles_are_replayed_in_the_order_in_which_they_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replayed = []
+
+    async def replay(_: FakeSession, executions: Sequence[ToolExecution]) -> None:
+        replayed.extend(each.arguments["a"] for each in executions)  # type: ignore[index]
+
+    monkeypatch.setattr(FakeSession, "replay", replay)
+    is_slow = True
+
+    async def agent(rollout: Rollout) -> Outcome:
+        async def play(name: str) -> None:
+            role = rollout.role(name)
+            for _ in range(2):
+                turn = await role.generate()
+                if is_slow and name == "a":
+                    await asyncio.sleep(0.02)
+                await role.call_tools(turn)
+
+        await asyncio.gather(play("a"), play("b"))
+        return Outcome(StopReason.ANSWERED, "3")
+
+    first = Trajectory(*(ADD.replace("1", str(number)) for number in range(10, 14)))
+    await first.run(agent)
+    before = sorted(first.calls, key=lambda call: call.index)
+    runs = [execution for call in before for execution in call.tool_executions]
+    is_slow = False
+    second = Next(before, "never")
+    await second.run(agent)
+    ordered = sorted(runs, key=lambda run: run.started_at or now())
+    assert ordered != runs
+    assert replayed == [run.arguments["a"] for run in ordered]  # type: ignore[index]
+
+
 async def test_parallel_questions_get_their_own_values_again() -> None:
     refused = 1
 
