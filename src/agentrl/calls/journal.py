@@ -140,8 +140,7 @@ class Journal:
         Calls that are made now came after them, wherever they stand in the answer; and parallel calls are
         made again in the order in which they ended.
         """
-        in_order = sorted(left, key=_ended)
-        self.done += in_order
+        self.done += sorted(left, key=ended)
 
     def event(self, name: str, arguments: Any = None, own: Sequence[Event] = ()) -> Event | None:
         """Return the first event of this name with these arguments, and take it out.
@@ -206,11 +205,11 @@ def _is_parallel(calls: Sequence[DispatchedSamplingTask]) -> bool:
     )
 
 
-def _ended(execution: ToolExecution) -> tuple[int, float]:
-    """Return when a tool run ended: owners follow one another, whatever their clocks say."""
-    started = 0.0 if execution.started_at is None else execution.started_at.timestamp()
+def ended(stored: ToolExecution | Event) -> tuple[int, float]:
+    """Return when a tool run or a step ended: owners follow one another, whatever their clocks say."""
+    started = 0.0 if stored.started_at is None else stored.started_at.timestamp()
     # Round to more than the milliseconds that are stored: fast calls stay in the order of the answer.
-    return execution.attempt or 0, round(started + execution.seconds, 2)
+    return stored.attempt or 0, round(started + stored.seconds, 2)
 
 
 def _repeats(

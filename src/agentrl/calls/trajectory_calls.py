@@ -8,12 +8,11 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 from agentrl.base.concurrency import end_tasks
-from agentrl.calls.journal import Journal
+from agentrl.calls.journal import Journal, ended
 from agentrl.calls.prompts import Budget, Chain, Prompt, answered_prefixes, prefix_digests, prompt_of
 from agentrl.calls.trace import end_model_call, model_call_span
 from agentrl.calls.turns import Tools, Turn, call_id_of, execute, images_of, message_of, parse
@@ -89,9 +88,6 @@ class Steps(Protocol):
 
 _LARGEST_EVENT = 2**20
 """Characters of what ``Rollout.once`` keeps: more does not belong into the document of a model call."""
-
-_UNKNOWN = datetime.min.replace(tzinfo=UTC)
-"""When a tool run of an older version began."""
 
 _INTERRUPTED = (
     "the call was interrupted after it had begun: it may have taken effect, and it is not made again"
@@ -348,7 +344,7 @@ class TrajectoryCalls:
             await self._restore_files(tools)
         if self.journal.is_parallel:
             # Sort here: what a snapshot has is counted in the order of the look-ups, and is left out now.
-            self.journal.done.sort(key=lambda stored: (stored.attempt or 0, stored.started_at or _UNKNOWN))
+            self.journal.done.sort(key=ended)
         while self.journal.done:
             stored = self.journal.done.pop(0)
             if isinstance(stored, ToolExecution):
