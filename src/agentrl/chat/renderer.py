@@ -19,6 +19,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -613,6 +614,17 @@ class _GenerationTag(Extension):
         return [start, *body, end]
 
 
+CLOCK: ContextVar[datetime | None] = ContextVar("agentrl_clock", default=None)
+"""What chat templates take for the time; None: the clock of this machine.
+
+For a trajectory it is its beginning: a later owner, after midnight or in another time zone, renders the same.
+"""
+
+
+def _strftime_now(form: str) -> str:
+    return (CLOCK.get() or datetime.now().astimezone()).strftime(form)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     """Return the Jinja environment that chat templates expect: trimmed blocks, JSON not escaped for HTML."""
     # Render in a sandbox: a template is code from whoever made the model's folder.
@@ -621,7 +633,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    environment.globals["strftime_now"] = _strftime_now
     return environment
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from agentrl.base.concurrency import end_tasks
 from agentrl.calls.prompts import Prompt
+from agentrl.chat.renderer import CLOCK
 from agentrl.config.sampling import GatewayConfig
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import GatewayCall, GatewayCallStatus, GatewaySession
@@ -194,6 +195,8 @@ class PendingAnswers:
     ) -> DispatchedSamplingTask:
         """Return the model call of a request: generate it, unless it exists or another gateway does."""
         gateways, answerer = self._answerer.store.gateways, self._answerer
+        # Set it for this task: the server may run in the context of the trajectory that was served first.
+        CLOCK.set(caller.session.created_at)
         prompting = asyncio.create_task(
             answerer.prompts.prompt(caller.claim, request), name=f"prompt for {asked.record}"
         )

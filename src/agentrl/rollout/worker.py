@@ -16,6 +16,7 @@ from agentrl.calls.journal import Journal
 from agentrl.calls.trace import end_trajectory, trajectory_span
 from agentrl.calls.trajectory_calls import CallWriter, TrajectoryCalls
 from agentrl.chat.chat_format import ChatFormat
+from agentrl.chat.renderer import CLOCK
 from agentrl.columns.outages import Clock, HeldTools, Outages
 from agentrl.columns.scores import Scoring
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, ToolConfig
@@ -237,6 +238,7 @@ class Worker:
             return await self.outages.hold(made, clock)
 
         async with AsyncExitStack() as stack:
+            stack.callback(CLOCK.reset, CLOCK.set(record.created_at))
             session = await hold(
                 lambda: stack.enter_async_context(self.tools.session(TrajectoryInfo.of(claim), environment))
             )

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import small_run as run
 from db_command import violations
-from rollout_fakes import FakeSession, FakeTools
+from rollout_fakes import PLAIN, FakeSession, FakeTools, format_of
 from test_sampling import ADD, Setting, quick, task
 from waiting import cancel, until
 
@@ -75,11 +75,11 @@ class SlowTools(FakeTools):
         return await super().call(name, arguments)
 
 
-async def begun(store: Store, slow: int) -> tuple[Setting, Claim, asyncio.Task[bool]]:
+async def begun(store: Store, slow: int, **given: Any) -> tuple[Setting, Claim, asyncio.Task[bool]]:
     """A trajectory whose owner hangs in tool call number ``slow``, with what came before stored."""
     await store.tasks.load([task("a", slots=1)])
     tools = SlowTools(slow)
-    setting = sampler(store, tools=tools)
+    setting = sampler(store, tools=tools, **given)
     claim = await store.claims.claim(split="train", owner="old", lease_seconds=60)
     assert claim is not None
     running = asyncio.create_task(setting.worker.run(claim))
@@ -133,6 +133,20 @@ async def test_the_next_owner_goes_on_where_the_last_one_seemed_dead(store: Stor
     with pytest.raises(LeaseLostError):
         await store.model_calls.add(claim, calls[0])
     assert await violations(store) == []
+
+
+async def test_a_template_that_shows_the_time_renders_the_same_for_the_next_owner(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dated = format_of("{{ strftime_now('%H:%M:%S.%f') }}" + PLAIN)
+    _, claim, running = await begun(store, 3, chat_format=dated)
+    await cancel(running)
+    await store.attempts.release(claim)
+    new = sampler(store, chat_format=dated)
+    await new.run()
+    record = await only_record(new)
+    assert (record.score, record.owners[-1].replayed, record.owners[-1].diverged_at) == (1.0, 3, None)
+    assert len(new.engine.prompts) == TURNS + 1 - 3
 
 
 async def test_a_released_trajectory_keeps_what_its_tools_have_done(store: Store) -> None:

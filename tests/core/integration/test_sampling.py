@@ -11,6 +11,7 @@ from ready_data import ready_data
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
 from waiting import until
 
+from agentrl.chat.chat_format import ChatFormat
 from agentrl.columns import pool as pool_module
 from agentrl.columns import scores as scoring_module
 from agentrl.config.load import parse
@@ -71,10 +72,10 @@ class Setting:
         self, store: Store, *script: Any, split: str = "train", epochs: int = 1, router: Any = None,
         tools: Any = None, params: SamplingParams | None = None, sampling: SamplingConfig | None = None,
         claims: Mapping[str, Any] | None = None, environment_timeout: float = 30.0,
-        cut_after: int | None = None, **flags: Any,
+        cut_after: int | None = None, chat_format: ChatFormat | None = None, **flags: Any,
     ) -> None:  # fmt: skip
         self.store = store
-        self.engine = ScriptedEngine(format_of(), *script)
+        self.engine = ScriptedEngine(chat_format or format_of(), *script)
         self.tools = tools or FakeTools()
         self.stop = asyncio.Event()
         leases = ClaimConfig(**{"retry_backoff_seconds": 0.01, "drain_seconds": 0.1, **(claims or {})})

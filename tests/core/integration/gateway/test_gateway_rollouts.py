@@ -9,7 +9,7 @@ import httpx2
 import openai
 import pytest
 from gateway_run import answerer_of, gateway_task, worker_of
-from rollout_fakes import ScriptedEngine, format_of
+from rollout_fakes import PLAIN, ScriptedEngine, format_of
 from waiting import cancel
 
 from agentrl.config.sampling import GatewayConfig
@@ -114,6 +114,22 @@ async def test_a_client_that_raises_fails_its_attempt_and_its_calls_stay(store: 
     record = await run_agent(store, raising, "x")
     assert (record.status, record.turns) == (RecordStatus.FAILED, 1)
     assert "ValueError: my bug" in record.failure.message
+
+
+async def test_a_template_that_shows_the_time_shows_that_of_the_own_trajectory(store: Store) -> None:
+    """The server of a gateway begins in the context of the first one."""
+    dated = format_of("{{ strftime_now('%H:%M:%S.%f') }}|" + PLAIN)
+    engine = ScriptedEngine(dated, "3")
+    host = GatewayHost(answerer_of(store, engine), GatewayConfig())
+    worker = worker_of(store, engine, once, host)
+    await store.tasks.load([gateway_task(slots=2)])
+    for _ in range(2):
+        claim = await store.claims.claim(split="train", owner="o", lease_seconds=600)
+        assert claim is not None
+        assert await worker.run(claim)
+    await host.close()
+    first, second = (dated.decode(prompt).partition("|")[0] for prompt in engine.prompts)
+    assert first < second
 
 
 async def test_what_an_agent_asked_once_is_the_same_for_the_next_owner(store: Store) -> None:
