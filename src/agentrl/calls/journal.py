@@ -121,7 +121,8 @@ class Journal:
         Calls that are made now came after them, wherever they stand in the answer; and parallel calls are
         made again in the order in which they ended.
         """
-        self.done += sorted(left, key=_ended)
+        in_order = sorted(left, key=_ended)
+        self.done += in_order
 
     def event(self, name: str, arguments: Any = None, own: Sequence[Event] = ()) -> Event | None:
         """Return the first event of this name with these arguments, and take it out.
