@@ -149,6 +149,26 @@ async def test_a_template_that_shows_the_time_renders_the_same_for_the_next_owne
     assert len(new.engine.prompts) == TURNS + 1 - 3
 
 
+async def test_of_two_that_take_over_at_once_one_goes_on_and_an_outside_call_is_made_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeSession, "state_of", lambda *_: ToolState.OUTSIDE)
+    old, claim, running = await begun(store, 3)
+    await expire(store, claim)
+    new = [sampler(store) for _ in range(2)]
+    await asyncio.gather(*(each.run() for each in new))
+    old.tools.going.set()  # stopped in its call, it goes on after the others
+    assert await running is False
+    record = await only_record(new[0])
+    assert (record.score, len(record.owners)) == (1.0, 2)
+    assert [len(each.tools.calls) for each in (old, *new)] in ([3, 1, 0], [3, 0, 1])
+    calls = await store.model_calls.by_record(record.id)
+    results = [call.tool_executions[0].result for call in calls[:-1]]
+    assert results[:2] + results[3:] == ["3", "3", "3"]
+    assert "may have taken effect" in results[2]
+    assert await violations(store) == []
+
+
 async def test_a_released_trajectory_keeps_what_its_tools_have_done(store: Store) -> None:
     old, claim, running = await begun(store, 3)
     await cancel(running)

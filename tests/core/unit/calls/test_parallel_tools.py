@@ -113,8 +113,9 @@ async def test_no_result_of_a_turn_is_lost_or_doubled(order: str, ended: int) ->
     second.tools = Tools()
     assert await second.run() == Outcome(StopReason.ANSWERED, "3")
     assert second.dropped == []
-    results = {each.arguments["text"]: each.text for each in second.documents[1].tool_executions}
-    assert list(results) == list(TURN), "each once, in the order of the calls"
+    executions = second.documents[1].tool_executions
+    assert [each.name for each in executions] == list(TURN.values()), "each once, in the order of the calls"
+    results = {text: each.text for text, each in zip(TURN, executions, strict=True)}
     assert [message["content"] for message in second.rollout.messages if message["role"] == "tool"][1:5] == [
         *results.values()
     ]
