@@ -47,17 +47,18 @@ async def task_of(store: Store, key: str = GROUP) -> Task:
     return task
 
 
+@pytest.mark.parametrize("kind", ["tool", "harness", "poison"])
 async def test_only_slots_of_that_failure_open_with_all_their_attempts(
-    store: Store, tmp_path: Path, db: Db
+    store: Store, tmp_path: Path, db: Db, kind: str
 ) -> None:
     await run.publish(store, tmp_path, 0, step=0, train_step=None)
-    await group_of(store, "tool", "engine")
+    await group_of(store, kind, "engine")
     assert "would be reopened: 1 slots of 1 groups, 0 of" in await db(
-        "reopen", "--failure-kind", "tool", "--dry_run"
+        "reopen", "--failure-kind", kind, "--dry_run"
     )
     assert (await task_of(store)).status is TaskStatus.WAITING
     assert "reopened: 1 slots of 1 groups, 0 of which had been finalized" in await db(
-        "reopen", "--failure_kind", "tool"
+        "reopen", "--failure_kind", kind
     )
     task = await task_of(store)
     assert [slot.status for slot in task.slots[:2]] == [SlotStatus.OPEN, SlotStatus.FAILED]
