@@ -21,6 +21,7 @@ from agentrl.chat.chat_format import Message
 from agentrl.documents.document import sanitize_bson
 from agentrl.documents.model_call import (
     STEP,
+    TOOL,
     DispatchedSamplingTask,
     Event,
     ToolExecution,
@@ -127,9 +128,9 @@ class Journal:
         self, left: list[ToolExecution], name: str, arguments: Mapping[str, Any]
     ) -> ToolExecution | None:
         """Return the first of ``left`` that ran this tool with these arguments, and take it out."""
-        wanted = _text(storable_arguments(arguments)) if left else None
+        wanted = as_text(storable_arguments(arguments)) if left else None
         for index, execution in enumerate(left):
-            if execution.name == name and _text(execution.arguments) == wanted:
+            if execution.name == name and as_text(execution.arguments) == wanted:
                 self.tool_seconds += execution.seconds
                 return left.pop(index)
         return None
@@ -147,13 +148,19 @@ class Journal:
 
         Those of ``own`` come before others: parallel roles may step in another order.
         """
+        if not self._events:
+            return None
         mine = {id(event) for event in own}
-        like = (event for event in self._events if event.name == name and event.arguments == arguments)
+        wanted = as_text(arguments)
+        like = (each for each in self._events if each.name == name and as_text(each.arguments) == wanted)
         found = min(like, key=lambda event: id(event) not in mine, default=None)
         if found is not None:
             self._events = [event for event in self._events if event is not found]
             if name == STEP:
                 self.done.append(found)
+            elif name == TOOL:
+                self.done.append(ToolExecution.from_document(found.result))
+                self.tool_seconds += found.seconds
         return found
 
     async def end(self) -> None:
@@ -192,7 +199,7 @@ class Journal:
             await self._note(self)
 
 
-def _text(arguments: Any) -> str:
+def as_text(arguments: Any) -> str:
     """Return stored arguments as text: as values, NaN differs from itself, and 1 is True."""
     return json.dumps(sanitize_bson(arguments), sort_keys=True, default=str)
 

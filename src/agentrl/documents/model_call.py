@@ -379,18 +379,20 @@ class ToolExecution(Document):
 
 STEP: Final = "step"
 """The name of the events that are answers of an environment."""
+TOOL: Final = "tool"
+"""The name of the events that are tool runs of no open model call: their results are a ToolExecution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event(Document):
     """What a trajectory learned other than by a model or a tool: an environment's answer, or an agent's own.
 
-    ``name`` is ``step`` or the name that the agent gave to ``Rollout.once``.
+    ``name`` is ``step``, ``tool``, or the name that the agent gave to ``Rollout.once``.
     """
 
     name: str
     arguments: Any = None
-    """What the environment was told."""
+    """What the environment was told, or the tool."""
     result: Any
     """The answer, as ``sanitize_bson`` returned it."""
     started_at: datetime

@@ -37,6 +37,7 @@ from agentrl.documents.document import plain, sanitize_bson
 from agentrl.documents.images import content_with, text_of
 from agentrl.documents.model_call import (
     STEP,
+    TOOL,
     DispatchedSamplingTask,
     FixedModelCall,
     ToolExecution,
@@ -750,7 +751,7 @@ class Rollout(Role):
         the n-th value. A sync function runs in a thread. Values are stored as BSON, and what ``function``
         raises is not stored. Raises TrajectoryError for a value of more than 1 MiB.
         """
-        if not isinstance(name, str) or name in ("", STEP):
+        if not isinstance(name, str) or name in ("", STEP, TOOL):
             raise TrajectoryError(f"once() was given the name {name!r}", hint="give it a text of its own")
 
         async def call() -> Any:
