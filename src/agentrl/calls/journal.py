@@ -63,7 +63,10 @@ class Journal:
         self._moved = asyncio.Event()
         self.early = tuple(events)
         """Events that no call has."""
-        self._events = [*events, *(event for call in calls for event in call.events)]
+        self._events: dict[tuple[str, str], list[Event]] = {}
+        """Name and arguments of events → those that nobody has asked for again, in order."""
+        for event in (*events, *(event for call in calls for event in call.events)):
+            self._events.setdefault((event.name, as_text(event.arguments)), []).append(event)
         self.kept: list[Event] = []
         """Events of dropped calls that had come back: they belong to the call that is made instead."""
         self.seconds = sum(call.generate_seconds + call.tool_seconds for call in calls)
@@ -148,19 +151,16 @@ class Journal:
 
         Those of ``own`` come before others: parallel roles may step in another order.
         """
-        if not self._events:
+        waiting = self._events.get((name, as_text(arguments))) if self._events else None
+        if not waiting:
             return None
         mine = {id(event) for event in own}
-        wanted = as_text(arguments)
-        like = (each for each in self._events if each.name == name and as_text(each.arguments) == wanted)
-        found = min(like, key=lambda event: id(event) not in mine, default=None)
-        if found is not None:
-            self._events = [event for event in self._events if event is not found]
-            if name == STEP:
-                self.done.append(found)
-            elif name == TOOL:
-                self.done.append(ToolExecution.from_document(found.result))
-                self.tool_seconds += found.seconds
+        found = waiting.pop(next((place for place, each in enumerate(waiting) if id(each) in mine), 0))
+        if name == STEP:
+            self.done.append(found)
+        elif name == TOOL:
+            self.done.append(ToolExecution.from_document(found.result))
+            self.tool_seconds += found.seconds
         return found
 
     async def end(self) -> None:
@@ -185,11 +185,11 @@ class Journal:
             )
             await self._drop(first)
             # Keep what the agent has got: another value for the next owner would be another way again.
-            dropped = [event for call in self._left for event in call.events]
-            unasked = set(map(id, self._events))
-            self.kept += [event for event in dropped if id(event) not in unasked]
-            gone = set(map(id, dropped))
-            self._events = [event for event in self._events if id(event) not in gone]
+            dropped = {id(event): event for call in self._left for event in call.events}
+            unasked = {id(event) for waiting in self._events.values() for event in waiting}
+            self.kept += [event for key, event in dropped.items() if key not in unasked]
+            for waiting in self._events.values():
+                waiting[:] = [event for event in waiting if id(event) not in dropped]
             self._left.clear()
             self._moved.set()
 
