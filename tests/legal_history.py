@@ -171,7 +171,10 @@ class History:
         """A sampler stops and hands a slot back; the next one may have to begin anew."""
         if self.running:
             claim, _ = self.running.pop(self.rng.choice(sorted(self.running)))
-            await self.store.attempts.release(claim, restart=self.rng.random() < 0.3)
+            if self.rng.random() < 0.3:
+                await self.store.attempts.begin_anew(claim, Failure(kind="replay", message="another result"))
+            else:
+                await self.store.attempts.release(claim)
 
     async def expire(self) -> None:
         """A sampler freezes: its lease runs out."""

@@ -115,8 +115,8 @@ def engine(age: float = 1.0, name: str = "e") -> InferenceService:
 def snapshot(**changes: Any) -> RunSnapshot:
     """A run with a trainer, a sampler and an engine; ``liveness`` changes fields of its liveness."""
     liveness = Liveness(
-        at=NOW, claims={"s": 4}, last_claim=NOW, engines=(engine(),), outages=(), waiting_for_score=0,
-        alive_seconds=10.0,
+        at=NOW, claims={"s": 4}, sampler_states={"s": "running"}, last_claim=NOW, engines=(engine(),),
+        outages=(), waiting_for_score=0, alive_seconds=10.0,
     )  # fmt: skip
     liveness = replace(liveness, **changes.pop("liveness", {}))
     healthy = RunSnapshot(

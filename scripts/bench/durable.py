@@ -7,9 +7,10 @@ a tool of one second. ``killed``: the same, and a random sampler is killed by SI
 ``short_lived``: 40 turns, a tool of two seconds, and no sampler lives longer than 60 seconds, which is less
 than a trajectory takes. ``program`` and ``program_killed``: 96 trajectories of 10 turns, each a program of
 its own behind the gateway of its sampler, which runs the tool itself; a kill every 8 seconds. ``drained``: as
-``killed``, by SIGTERM. A sampler that ends is replaced at once. Engine and tool count what they did, for
-whomever; scoring is instant. Exits with 1 if a killed run costs more than 1.1 × the undisturbed one, of
-programs 1.2 ×, a drained one 1.01 ×, or if a trajectory of the short-lived samplers gets no score in time.
+``killed``, by SIGTERM, and always the oldest sampler. A sampler that ends is replaced at once. Engine and
+tool count what they did, for whomever; scoring is instant. Exits with 1 if a killed run costs more than 1.1 ×
+the undisturbed one, of programs 1.2 ×, a drained one 1.01 ×, or if a trajectory of the short-lived samplers
+gets no score in time.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ class Samplers:
         now = time.monotonic()
         due = [each for each in self._running if now - each[0] > (self._case.lifetime or float("inf"))]
         if now > self._next_kill:
-            due.append(self._rng.choice(self._running))
+            # Drain the oldest, as a rolling restart does; a death takes anyone.
+            due.append(self._running[0] if self._case.drains else self._rng.choice(self._running))
             self._next_kill = now + (self._case.kill_every or float("inf"))
         for each in due:
             if self._case.drains:

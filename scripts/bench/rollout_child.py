@@ -27,14 +27,14 @@ from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import open_worker, sampler_config
 from agentrl.store.client import Store, open_store
 
+RESULT = " ".join(random.Random(1).choices(WORDS, k=60))
 _WATCHING = ("hello", "isMaster", "ping", "serverStatus")
-_RESULT = " ".join(random.Random(1).choices(WORDS, k=60))
 
 
 @tool("look")
 async def look(query: str) -> str:
     """Look a page up."""
-    return f"{query}: {_RESULT}"
+    return f"{query}: {RESULT}"
 
 
 def make_tasks(options: dict[str, Any]) -> list[Task]:
@@ -84,9 +84,9 @@ async def main(options: dict[str, Any]) -> dict[str, Any]:
                 _unlimited,
             )
             commands = await _commands(store)
-            began, cpu = time.perf_counter(), _cpu()
+            began, cpu = time.perf_counter(), cpu_seconds()
             await sampler.run(asyncio.Event())
-            seconds, cpu = time.perf_counter() - began, _cpu() - cpu
+            seconds, cpu = time.perf_counter() - began, cpu_seconds() - cpu
             commands = await _commands(store) - commands
         trajectories = options["groups"] * options["generations"]
         found = await store.database["Record"].count_documents(
@@ -116,7 +116,8 @@ async def _unlimited() -> int:
     return 1_000_000
 
 
-def _cpu() -> float:
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 

@@ -1,6 +1,7 @@
 """Measure what each --staleness_policy drops when trajectories take log-normal times, and its KL.
 
     OMP_NUM_THREADS=1 python scripts/bench/staleness.py [--quick] [--groups N] [--seeds N] [--processes N]
+    OMP_NUM_THREADS=1 python scripts/bench/staleness.py --compare 3
 
 Admission, claims, finalization, the choice of groups and their freshness are a run's own code over a MongoDB
 of its own; the time is virtual. A trajectory takes a log-normal time (median 1) and generates a turn of four
@@ -11,6 +12,9 @@ Then the two-layer model of off_policy.py trains the same steps: each turn is sa
 sampled it in the virtual run. That measures KL(μ‖πθ), the clipped tokens and the reward; --seeds 0 leaves it
 out. The last groups, beside which nothing else is sampled, are trained and not counted. Prints a Markdown
 table; exits with 1 if the default drops 5 % of the tokens, or has a length_bias below 0.95.
+
+``--compare N`` trains the steps of keep, drop and decay at --max_staleness 1 with N seeds, and prints the
+rewards after the same number of steps and after the same time, for each of ``SCORINGS``.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from commands import database
@@ -77,7 +81,16 @@ MOST_DROPPED, LEAST_BIAS = 0.05, 0.95
 SYNCHRONOUS = Freshness(max_staleness=0, policy="drop")
 """The case to compare with: no token is old."""
 EVALUATIONS = 8
-"""Evaluations in the final reward: after each of the last steps."""
+"""Evaluations in a reward: after each of the last steps."""
+Scoring = Literal["turn", "trajectory", "tokens"]
+SCORINGS: Mapping[tuple[Scoring, bool], str] = {
+    ("turn", False): "each turn by itself",
+    ("trajectory", False): "a trajectory by the mean of its turns, each trajectory weighs the same",
+    ("tokens", False): "the same, each token weighs the same",
+    ("tokens", True): "the same, every token of age 0",
+}
+"""What ``--compare`` varies: what is scored, and whether the newest weights have sampled all."""
+COMPARED: Sequence[StalenessPolicy] = ("keep", "drop", "decay")
 
 
 @dataclass(frozen=True)
@@ -307,40 +320,54 @@ class Learned:
     kl: float
     clipped: float
     effective: float
-    reward: float
+    rewards: Sequence[float]
+    """After each step."""
+
+    def reward(self, steps: int | None = None) -> float:
+        """Return the mean reward of the last evaluations, at the end or after ``steps``."""
+        return fmean(self.rewards[:steps][-EVALUATIONS:])
 
 
-def learn(trace: Trace, seed: int) -> Learned:
-    """Train the steps of ``trace``; each turn is sampled from the weights that sampled it there."""
+def learn(trace: Trace, seed: int, scoring: Scoring = "turn", is_fresh: bool = False) -> Learned:
+    """Train the steps of ``trace``; each turn is sampled from the weights that sampled it there.
+
+    If ``is_fresh``, the newest weights sample the turns of the trajectories that were trained there.
+    """
     model = build_model(seed)
     trainer, sampler = build_trainer(model, "clip", max_tokens=ROW), copy.deepcopy(model)
     generator, held_out = (torch.Generator().manual_seed(2 * seed + offset) for offset in (0, 1))
     weights = [copy.deepcopy(model.state_dict())]
     found, rewards = [], []
-    for number, step in enumerate(trace.steps, 1):
-        data = sample_step(step, weights, sampler, generator)
-        weighed = (trace.freshness.weigh(item, step.ages) for item in data if item.record in step.records)
-        result = trainer.train([item for item in weighed if item.spans], dict(step.ages))
+    for number, step in enumerate(trace.steps):
+        ages = {number: 0} if is_fresh else dict(step.ages)
+        data = sample_step(step, weights, sampler, generator, scoring, is_fresh)
+        weighed = (trace.freshness.weigh(item, ages) for item in data if item.record in step.records)
+        result = trainer.train([item for item in weighed if item.spans], ages)
         found.append(result.metrics)
         weights.append(copy.deepcopy(model.state_dict()))
-        if number > len(trace.steps) - EVALUATIONS:
-            prompts = draw_prompts(HELD_OUT, held_out)
-            sampler.load_state_dict(model.state_dict())
-            rewards.append(float(score(prompts, sample(sampler, prompts, held_out)[0]).mean()))
+        prompts = draw_prompts(HELD_OUT, held_out)
+        sampler.load_state_dict(model.state_dict())
+        rewards.append(float(score(prompts, sample(sampler, prompts, held_out)[0]).mean()))
     kl, clipped, effective = (
         fmean(metrics[name] for metrics in found)
         for name in ("kl_k3", "clipped_fraction", "effective_sample_size")
     )
-    return Learned(kl, clipped, effective, fmean(rewards))
+    return Learned(kl, clipped, effective, rewards)
 
 
 def sample_step(
-    step: Step, weights: Sequence[Mapping[str, Any]], sampler: Any, generator: torch.Generator
+    step: Step,
+    weights: Sequence[Mapping[str, Any]],
+    sampler: Any,
+    generator: torch.Generator,
+    scoring: Scoring,
+    is_fresh: bool,
 ) -> list[DBRecordData]:
-    """Return the data of every turn in the groups of ``step``; a turn is compared with all of its group."""
+    """Return the data of every turn in the groups of ``step``, compared with all turns or trajectories."""
+    newest = len(weights) - 1
     digits = draw_prompts(len(step.groups), generator)
     turns = [
-        (record, version, prompt)
+        (record, newest if is_fresh else version, prompt)
         for prompt, group in zip(digits, step.groups.values(), strict=True)
         for record, versions in group.items()
         for version in versions
@@ -356,12 +383,23 @@ def sample_step(
         ids[places] = torch.cat([prompts, answers], 1)
         scores[places] = score(prompts, answers)
     data, first = [], 0
+    usual = len(turns) / sum(map(len, step.groups.values()))
     for task, group in step.groups.items():
-        # Score turns, not trajectories: the mean over a long one would hardly differ from that of another.
         names = [f"{record}/{turn}" for record, versions in group.items() for turn in range(len(versions))]
         own = range(first, first + len(names))
-        earned = [float(scores[place]) for place in own]
-        for name, place, advantage in zip(names, own, estimate("leave_one_out", earned), strict=True):
+        lengths = [len(versions) for versions in group.values()]
+        earned = scores[own.start : own.stop]
+        if scoring == "turn":
+            advantages = estimate("leave_one_out", earned.tolist())
+        else:
+            # The mean over a long trajectory hardly differs from that of another: a weak signal.
+            means = [fmean(part.tolist()) for part in earned.split(lengths)]
+            advantages = [
+                advantage * (usual / length if scoring == "trajectory" else 1.0)
+                for advantage, length in zip(estimate("leave_one_out", means), lengths, strict=True)
+                for _ in range(length)
+            ]
+        for name, place, advantage in zip(names, own, advantages, strict=True):
             data.append(_turn_data(task, name, turns[place][1], advantage, ids[place], logprobs[place]))
         first += len(names)
     return data
@@ -383,7 +421,7 @@ def _turn_data(
     )  # fmt: skip
 
 
-def learn_one(arguments: tuple[Trace, int]) -> Learned:
+def learn_one(arguments: tuple[Any, ...]) -> Learned:
     """Train in a process of its own, on one thread."""
     torch.set_num_threads(1)
     return learn(*arguments)
@@ -425,9 +463,35 @@ def print_table(traces: Sequence[Trace], learned: Mapping[int, Sequence[Learned]
             runs = learned[place]
             cells += [
                 f"{fmean(run.kl for run in runs):.4f}", f"{fmean(run.clipped for run in runs):.3f}",
-                f"{fmean(run.effective for run in runs):.3f}", f"{fmean(run.reward for run in runs):.2f}",
+                f"{fmean(run.effective for run in runs):.3f}", f"{fmean(run.reward() for run in runs):.2f}",
             ]  # fmt: skip
         print("| " + " | ".join(cells) + " |")
+
+
+def compare(uri: str, options: Any) -> None:
+    """Print the rewards after the same number of steps, and after the same time, of each way to score."""
+    cases = [
+        Freshness(max_staleness=1, policy=policy, decay=DECAY if policy == "decay" else None)
+        for policy in COMPARED
+    ]
+    traces = asyncio.run(trace_all(uri, cases, options))
+    jobs = [(t, seed, *how) for how in SCORINGS for t in traces for seed in range(options.compare)]
+    with multiprocessing.get_context("fork").Pool(options.processes) as pool:
+        runs = iter(pool.map(learn_one, jobs, chunksize=1))
+    steps = min(len(trace.steps) for trace in traces)
+    time = min(max(trace.began.values()) for trace in traces)
+    columns = ("scored", "policy", f"after {steps} steps", "mean", f"steps by {time:.0f}", "then", "mean")
+    print("| " + " | ".join(columns) + " |")
+    print("|---" * len(columns) + "|")
+    for text in SCORINGS.values():
+        for trace in traces:
+            own = [next(runs) for _ in range(options.compare)]
+            by_then = bisect_right(trace.ended, time)
+            cells = []
+            for rewards in ([run.reward(steps) for run in own], [run.reward(by_then) for run in own]):
+                cells += [", ".join(f"{reward:.2f}" for reward in rewards), f"{fmean(rewards):.2f}"]
+            cells.insert(2, str(by_then))
+            print("| " + " | ".join([text, name_of(trace.freshness), *cells]) + " |")
 
 
 def main() -> int:
@@ -441,7 +505,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the times (default: 0)")
     parser.add_argument("--seeds", type=int, default=2, help="trainings of each case; 0: none (default: 2)")
     parser.add_argument("--processes", type=int, default=1, help="concurrent trainings (default: 1)")
+    parser.add_argument(
+        "--compare", type=int, metavar="N", help="compare policies by steps and by time, with N seeds"
+    )
     options = parser.parse_args()
+    if options.compare:
+        with database() as (_, uri):
+            compare(uri, options)
+        return 0
     cases = [SYNCHRONOUS, *(
         Freshness(max_staleness=staleness, policy=policy, decay=DECAY if policy == "decay" else None)
         for staleness in STALENESS for policy in POLICIES

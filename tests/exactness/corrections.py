@@ -20,7 +20,5 @@ def corrections_of(loss: str, old_logprobs: str) -> tuple[str, ...]:
 
 def cases_of(loss: str) -> list[tuple[OldLogprobs, str]]:
     """Return every pair of ``--old_logprobs`` and ``--importance_correction``."""
-    # Without version: it reads a column, which these data lack, and is recompute at age 0.
-    known: list[OldLogprobs] = [old for old in OLD_LOGPROBS if old != "version"]
-    old_logprobs: list[OldLogprobs] = ["behavior"] if LOSSES.get(loss).compares_behavior else known
+    old_logprobs = ("behavior",) if LOSSES.get(loss).compares_behavior else OLD_LOGPROBS
     return [(old, correction) for old in old_logprobs for correction in corrections_of(loss, old)]

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl.config.training import VERSION_LOGPROBS
 from agentrl.data.planner import PrefixMerging, build_micro_batches
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.model_call import unpack_floats, unpack_ids
+from agentrl.documents.record import TokenColumns
 from agentrl.documents.training import DBRecordData, Node
 from agentrl.losses.compute import Denominators, old_logprobs, reduce_losses, token_losses
 from agentrl.losses.loss import TokenBatch
@@ -20,7 +22,7 @@ from agentrl.losses.settings import LossSettings
 from agentrl.model.logprobs import ForwardOptions
 from agentrl.train.step import forward_backward
 
-AGES = {0: 3, 2: 1}
+AGES = {0: 3, 2: 0}
 """{version: age} of the versions in ``make_step``."""
 
 
@@ -56,9 +58,12 @@ def plain_step(model: Any, data: Sequence[DBRecordData], settings: LossSettings)
     device = model.device
     pieces: list[Tensor] = []
     entropies: list[Tensor] = []
-    columns: list[tuple[int, float, float, int]] = []
+    columns: list[tuple[int, float, float, int, float]] = []
     for row, item in enumerate(data):
         ids, behavior = unpack_ids(item.input_ids), unpack_floats(item.behavior_logprobs)
+        packed = TokenColumns.unpack(item.columns, item.trainable_tokens)
+        assert packed is not None
+        at_version = packed.values[VERSION_LOGPROBS]
         place = 0
         for span in item.spans:
             path = path_to(item.nodes, span.end)
@@ -68,7 +73,8 @@ def plain_step(model: Any, data: Sequence[DBRecordData], settings: LossSettings)
                 at = path.index(index)
                 pieces.append(logprobs[at - 1, int(ids[index])])
                 entropies.append(-(logprobs[at - 1].exp() * logprobs[at - 1]).sum())
-                columns.append((row, span.advantage, float(behavior[place]), span.version))
+                values = float(behavior[place]), span.version, float(at_version[place])
+                columns.append((row, span.advantage, *values))
                 place += 1
     loss = _loss(torch.stack(pieces), torch.stack(entropies), columns, len(data), settings)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -113,20 +119,22 @@ def path_to(nodes: Sequence[Node], end: int) -> list[int]:
 def _loss(
     logprobs: Tensor,
     entropy: Tensor,
-    columns: Sequence[tuple[int, float, float, int]],
+    columns: Sequence[tuple[int, float, float, int, float]],
     rows: int,
     settings: LossSettings,
 ) -> Tensor:
     device = logprobs.device
     row, version = (torch.tensor([c[i] for c in columns], device=device) for i in (0, 3))
-    advantages, behavior = (torch.tensor([c[i] for c in columns], device=device) for i in (1, 2))
+    advantages, behavior, at_version = (
+        torch.tensor([c[i] for c in columns], device=device) for i in (1, 2, 4)
+    )
     age = torch.tensor([AGES[column[3]] for column in columns], device=device)
     if not settings.loss.from_policy:
         behavior = logprobs.detach()
     batch = TokenBatch(
         logprobs=logprobs,
         entropy=entropy,
-        old_logprobs=old_logprobs(settings.old_logprobs, logprobs, behavior, age),
+        old_logprobs=old_logprobs(settings.old_logprobs, logprobs, behavior, age, at_version),
         behavior_logprobs=behavior,
         advantages=advantages,
         row=row,

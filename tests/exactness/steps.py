@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from agentrl.config.schema import GroupConfig
+from agentrl.config.training import VERSION_LOGPROBS
 from agentrl.data.finalize_group import to_training_data
 from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
-from agentrl.documents.record import Record
+from agentrl.documents.record import Record, TokenColumns
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
@@ -112,7 +113,14 @@ def _trajectory(
     record = Record(id=name, task=task, traj_id=0, attempt=1, split="train", epoch=0, query="", score=1.0)
     group = Task(id=task, task_id=task, split="train", epoch=0, order=0, query="")
     config = GroupConfig(minimal_advantage=0.0)
-    return to_training_data(group, record, calls, advantage, config, turn_advantages=turn_advantages)
+    item = to_training_data(group, record, calls, advantage, config, turn_advantages=turn_advantages)
+    return None if item is None else replace(item, columns=_columns(item))
+
+
+def _columns(item: DBRecordData) -> bytes:
+    """Return logprobs at each token's version. A seed of their own leaves the step's draws as they are."""
+    drawn = np.random.default_rng(item.tokens).normal(-4, 1, item.trainable_tokens)
+    return TokenColumns({VERSION_LOGPROBS: drawn.astype(np.float32)}).pack()
 
 
 def _ids(rng: np.random.Generator, count: int, kinds: int) -> list[int]:

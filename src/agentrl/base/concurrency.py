@@ -508,5 +508,6 @@ def own_code() -> AbstractContextManager[None]:
 TOOL_THREADS = Threads("tools")
 ENVIRONMENT_THREADS = Threads("environments")
 SCORER_THREADS = Threads("scorers")
+AGENT_THREADS = Threads("functions of agents")
 GRAPH_THREADS = Threads("nodes of graphs")
 DECISION_THREADS = Threads("group decisions")

@@ -9,6 +9,7 @@ Temporal) needs a server that holds the history; here it is the trajectory itsel
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,8 +18,10 @@ from typing import Any
 
 from agentrl.calls.prompts import Prompt
 from agentrl.chat.chat_format import Message
+from agentrl.documents.document import sanitize_bson
 from agentrl.documents.model_call import (
     STEP,
+    TOOL,
     DispatchedSamplingTask,
     Event,
     ToolExecution,
@@ -54,18 +57,22 @@ class Journal:
         self._drop = drop
         self._note = note
         self._is_noted = not calls
-        self._is_parallel = _is_parallel(calls)
+        self.is_parallel = _is_parallel(calls)
+        """Whether roles or branches ran at the same time: their agent may ask in another order."""
         self._dropping = asyncio.Lock()
         self._moved = asyncio.Event()
         self.early = tuple(events)
         """Events that no call has."""
-        self._events = [*events, *(event for call in calls for event in call.events)]
+        self._events: dict[tuple[str, str], list[Event]] = {}
+        """Name and arguments of events → those that nobody has asked for again, in order."""
+        for event in (*events, *(event for call in calls for event in call.events)):
+            self._events.setdefault((event.name, as_text(event.arguments)), []).append(event)
         self.kept: list[Event] = []
         """Events of dropped calls that had come back: they belong to the call that is made instead."""
         self.seconds = sum(call.generate_seconds + call.tool_seconds for call in calls)
         """Seconds that the stored calls had taken: the trajectory's time goes on from there."""
         self.done: list[ToolExecution | Event] = []
-        """The returned tool runs and steps, in order; replaying them restores the state of the tools."""
+        """The returned tool runs and steps, as they were looked up: repeated, they restore the state."""
         self.snapshot: str | None = None
         """The files of tools as they were after the first ``in_snapshot`` of ``done``; None without any."""
         self.in_snapshot: int | None = None
@@ -77,6 +84,11 @@ class Journal:
     def __bool__(self) -> bool:
         """Return whether model calls are left that may come back, or what came back is to be noted."""
         return bool(self._left) or not self._is_noted
+
+    @property
+    def left(self) -> int:
+        """Return the number of model calls that may come back."""
+        return len(self._left)
 
     async def call(
         self, role: str | None, prompt: Prompt, messages: Sequence[Message] | None = None
@@ -106,7 +118,7 @@ class Journal:
                     self.snapshot, self.in_snapshot = found.snapshot, None
                 return found
             # Another conversation may begin beside those of the journal.
-            is_beside = self._is_parallel or role != self._left[0].role or prompt.opens_branch
+            is_beside = self.is_parallel or role != self._left[0].role or prompt.opens_branch
             try:
                 async with asyncio.timeout(_STALLED_SECONDS if is_beside else 0.0):
                     await self._moved.wait()
@@ -119,26 +131,36 @@ class Journal:
         self, left: list[ToolExecution], name: str, arguments: Mapping[str, Any]
     ) -> ToolExecution | None:
         """Return the first of ``left`` that ran this tool with these arguments, and take it out."""
-        wanted = storable_arguments(arguments) if left else None
+        wanted = as_text(storable_arguments(arguments)) if left else None
         for index, execution in enumerate(left):
-            if execution.name == name and execution.arguments == wanted:
+            if execution.name == name and as_text(execution.arguments) == wanted:
                 self.tool_seconds += execution.seconds
-                self.done.append(execution)
                 return left.pop(index)
         return None
+
+    def count(self, left: Sequence[ToolExecution]) -> None:
+        """Count all tool runs of a call as returned, before the first of them is asked for.
+
+        Calls that are made now came after them, wherever they stand in the answer; and parallel calls are
+        made again in the order in which they ended.
+        """
+        self.done += sorted(left, key=ended)
 
     def event(self, name: str, arguments: Any = None, own: Sequence[Event] = ()) -> Event | None:
         """Return the first event of this name with these arguments, and take it out.
 
         Those of ``own`` come before others: parallel roles may step in another order.
         """
+        waiting = self._events.get((name, as_text(arguments))) if self._events else None
+        if not waiting:
+            return None
         mine = {id(event) for event in own}
-        like = (event for event in self._events if event.name == name and event.arguments == arguments)
-        found = min(like, key=lambda event: id(event) not in mine, default=None)
-        if found is not None:
-            self._events = [event for event in self._events if event is not found]
-            if name == STEP:
-                self.done.append(found)
+        found = waiting.pop(next((place for place, each in enumerate(waiting) if id(each) in mine), 0))
+        if name == STEP:
+            self.done.append(found)
+        elif name == TOOL:
+            self.done.append(ToolExecution.from_document(found.result))
+            self.tool_seconds += found.seconds
         return found
 
     async def end(self) -> None:
@@ -163,11 +185,11 @@ class Journal:
             )
             await self._drop(first)
             # Keep what the agent has got: another value for the next owner would be another way again.
-            dropped = [event for call in self._left for event in call.events]
-            unasked = set(map(id, self._events))
-            self.kept += [event for event in dropped if id(event) not in unasked]
-            gone = set(map(id, dropped))
-            self._events = [event for event in self._events if id(event) not in gone]
+            dropped = {id(event): event for call in self._left for event in call.events}
+            unasked = {id(event) for waiting in self._events.values() for event in waiting}
+            self.kept += [event for key, event in dropped.items() if key not in unasked]
+            for waiting in self._events.values():
+                waiting[:] = [event for event in waiting if id(event) not in dropped]
             self._left.clear()
             self._moved.set()
 
@@ -177,12 +199,24 @@ class Journal:
             await self._note(self)
 
 
+def as_text(arguments: Any) -> str:
+    """Return stored arguments as text: as values, NaN differs from itself, and 1 is True."""
+    return json.dumps(sanitize_bson(arguments), sort_keys=True, default=str)
+
+
 def _is_parallel(calls: Sequence[DispatchedSamplingTask]) -> bool:
     """Return whether several conversations made the calls: how they interleave depended on their tools."""
     return any(
         call.role != before.role or call.opens_branch or call.parent not in (None, before.id)
         for before, call in pairwise(calls)
     )
+
+
+def ended(stored: ToolExecution | Event) -> tuple[int, float]:
+    """Return when a tool run or a step ended: owners follow one another, whatever their clocks say."""
+    started = 0.0 if stored.started_at is None else stored.started_at.timestamp()
+    # Round to more than the milliseconds that are stored: fast calls stay in the order of the answer.
+    return stored.attempt or 0, round(started + stored.seconds, 2)
 
 
 def _repeats(

@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 from agentrl.base.concurrency import end_tasks
-from agentrl.calls.journal import Journal
+from agentrl.calls.journal import Journal, as_text, ended
 from agentrl.calls.prompts import Budget, Chain, Prompt, answered_prefixes, prefix_digests, prompt_of
 from agentrl.calls.trace import end_model_call, model_call_span
 from agentrl.calls.turns import Tools, Turn, call_id_of, execute, images_of, message_of, parse
@@ -20,9 +20,10 @@ from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers.arguments import validate_call
 from agentrl.chat.parsers.parser import ToolCall
 from agentrl.config.schema import AgentConfig
-from agentrl.documents.document import now, sanitize_bson
+from agentrl.documents.document import now, plain, sanitize_bson
 from agentrl.documents.model_call import (
     STEP,
+    TOOL,
     DispatchedSamplingTask,
     Event,
     ToolExecution,
@@ -149,8 +150,8 @@ class TrajectoryCalls:
         self._lost: FailureError | None = None
         self._rebuilding = asyncio.Lock()
         self._is_rebuilt = False
-        self._asked: dict[str, dict[object, Event | None]] = {}
-        """Name of events → the questions that are not recorded, in order, with the answers that came."""
+        self._asked: dict[tuple[str, str], dict[object, Event | None]] = {}
+        """Name and arguments of events → the questions that are not recorded, in order, and their answers."""
         self._files_of: Tools | None = None
         """The tools, once they are used, if they keep files."""
         self._keeping: asyncio.Task[None] | None = None
@@ -274,22 +275,26 @@ class TrajectoryCalls:
 
         Raises ToolServerError for a lost server.
         """
-        if turn is not None:
-            found = self.journal.execution(turn.journal, call.name, call.arguments)
-            if found is not None:
-                if not found.finished:
-                    found = replace(found, result=_INTERRUPTED, error=True, attempt=self.attempt)
-                    turn.change()
-                tools.recall(found)
-                turn.executions.append(found)
-                return found
+        if turn is None or turn.closed:
+            return await self._run_apart(call, tools)
+        if not turn.counted:
+            turn.counted = True
+            self.journal.count(turn.journal)
+        found = self.journal.execution(turn.journal, call.name, call.arguments)
+        if found is not None:
+            if not found.finished:
+                found = replace(found, result=_INTERRUPTED, error=True, attempt=self.attempt)
+                turn.change()
+            tools.recall(found)
+            turn.executions.append(found)
+            return found
         # Ask before the note of an outside tool: noted, it counts as one that may have taken effect.
         self._begin()
         begun: ToolExecution | None = None
         await self.rebuild(tools)
-        if turn is not None and turn.closed:
-            turn = None
-        if turn is not None and tools.state_of(call.name) is ToolState.OUTSIDE:
+        if turn.closed:
+            return await self._run_apart(call, tools)
+        if tools.state_of(call.name) is ToolState.OUTSIDE:
             begun = ToolExecution(
                 name=call.name, arguments=storable_arguments(call.arguments), result="", error=False,
                 seconds=0.0, started_at=now(), attempt=self.attempt, finished=False,
@@ -297,13 +302,48 @@ class TrajectoryCalls:
             self._note(turn, begun)
             # Store it before it begins: whoever goes on must know that it may have taken effect.
             await self._writer.flush()
-        images = self.images if self.reads_images and turn is not None else None
-        execution = await execute(call, tools, images, self.attempt)
+        execution = await execute(call, tools, self.images if self.reads_images else None, self.attempt)
         # Leave a call as it is stored if it was closed meanwhile: `forget_stored` may have emptied it.
-        if turn is not None and not turn.closed:
+        if not turn.closed:
             if begun is not None:
                 turn.executions.remove(begun)
             self._note(turn, execution)
+        return execution
+
+    async def offered(self, tools: Tools) -> Sequence[Schema]:
+        """Return the schemas of what is offered now, also of tools that calls of earlier owners have added.
+
+        While stored model calls are left, these are not made again: nothing new is run before that.
+        """
+        if not self.journal.left:
+            await self.rebuild(tools)
+        return await tools.list()
+
+    async def _run_apart(self, call: ToolCall, tools: Tools) -> ToolExecution:
+        """Run a tool call of no open model call, and record it as an event; or return its run in the journal.
+
+        Frameworks make such calls: for a conversation that has gone on, or by their own code. Raises
+        TrajectoryError for a tool with effects outside: no document could say that it has begun.
+        """
+        if tools.state_of(call.name) is ToolState.OUTSIDE:
+            raise TrajectoryError(
+                f"the tool {call.name} is declared 'outside', and was called for no answer, or for one whose"
+                " conversation has gone on: it could take effect twice",
+                hint="call it by the id of the answer's tool call before the next model call, or declare its"
+                " state: docs/durable.md",
+            )
+        is_new = False
+
+        async def run() -> Any:
+            nonlocal is_new
+            is_new = True
+            await self.rebuild(tools)
+            return plain(await execute(call, tools, attempt=self.attempt))
+
+        told = {"name": call.name, "arguments": storable_arguments(call.arguments)}
+        execution = ToolExecution.from_document(await self.event(TOOL, run, told))
+        if not is_new:
+            tools.recall(execution)
         return execution
 
     async def rebuild(self, tools: Tools) -> None:
@@ -330,6 +370,9 @@ class TrajectoryCalls:
     async def _rebuild(self, tools: Tools) -> None:
         if not self._is_rebuilt:
             await self._restore_files(tools)
+        if self.journal.is_parallel:
+            # Sort here: what a snapshot has is counted in the order of the look-ups, and is left out now.
+            self.journal.done.sort(key=ended)
         while self.journal.done:
             stored = self.journal.done.pop(0)
             if isinstance(stored, ToolExecution):
@@ -417,14 +460,14 @@ class TrajectoryCalls:
         if found is not None:
             return sanitize_bson(found.result)
         self._begin()
-        asked = self._asked.setdefault(name, {})
+        asked = self._asked.setdefault((name, as_text(arguments)), {})
         question = object()
         asked[question] = None
         try:
             started_at, started = now(), time.monotonic()
             result = sanitize_bson(await call())
-            # The prompt limits the answer of an environment: one that is too long ends the trajectory there.
-            if name != STEP and (size := len(json.dumps(result, default=str))) > _LARGEST_EVENT:
+            # The prompt limits what environment and tools answer: one that is too long ends the trajectory.
+            if name not in (STEP, TOOL) and (size := len(json.dumps(result, default=str))) > _LARGEST_EVENT:
                 raise TrajectoryError(
                     f"what {name!r} returned has {size:,} characters as JSON, more than {_LARGEST_EVENT:,}",
                     hint="return what the trajectory needs of it",
@@ -445,7 +488,8 @@ class TrajectoryCalls:
                 self._record(event, turn)
         if self._has_gateway:
             await self._writer.keep_events(self._early)
-        return result
+        # Return a copy: the agent may change what it got before it is written.
+        return sanitize_bson(result)
 
     def _record(self, event: Event, turn: Turn | None) -> None:
         taker = turn or (self.made[-1] if self.made else None)
@@ -577,10 +621,10 @@ class Histories:
     ) -> tuple[str, bool]:
         """Run a tool that an answer called; return the text that the model reads, and whether it failed.
 
-        It is recorded with the answer whose tool call has this id.
+        It is recorded with the answer whose tool call has this id, or as an event.
         """
         turn = self._by_tool_call.get(call_id)
-        # Record runs with open calls only: frameworks may run a tool after its conversation went on.
+        # Leave a call that is closed: frameworks may run a tool after its conversation went on.
         if turn is not None and turn.closed:
             turn = None
         call = ToolCall(name, dict(arguments))

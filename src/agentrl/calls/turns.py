@@ -86,6 +86,8 @@ class Turn:
     """Its document, if it is a call of an earlier owner."""
     journal: list[ToolExecution] = field(default_factory=list)
     """Runs of its tools under earlier owners that nobody has asked for again."""
+    counted: bool = False
+    """Whether the journal counts these runs as returned: one of its tools was asked for."""
     changes: int = 0
     """How often it has changed since it was made."""
     written: int | None = None
@@ -188,6 +190,11 @@ class Turn:
         self.changed_at = stored.created_at
         self.written, self.revision = self.changes, stored.revision
         self.written_executions = len(stored.tool_executions)
+
+    def has_run(self, call: ToolCall) -> bool:
+        """Return whether an earlier owner ran this call, which was valid then."""
+        return any(stored.name == call.name and stored.arguments == storable_arguments(call.arguments)
+                   for stored in self.journal)  # fmt: skip
 
     def wrote(self, document: DispatchedSamplingTask, changes: int) -> None:
         """Note that its document was written, as it was after ``changes``."""
@@ -379,20 +386,22 @@ class Tools(Protocol):
 
 async def run_tool_calls(
     turn: Turn,
-    tools: Tools,
     schemas: Sequence[Schema],
+    offered: Callable[[], Awaitable[Sequence[Schema]]],
     run: Callable[[ToolCall], Awaitable[ToolExecution]],
 ) -> list[Message]:
     """Run the tool calls of ``turn`` in parallel; return one message per call, in the order of the calls.
 
     ``run`` runs a valid one and records it in ``turn``, whose runs are then in the same order. A malformed
-    tool call is not run: its message says what is wrong. An error that a tool reports is a result. Raises
-    ToolServerError if a server is lost; the other calls of the turn are recorded.
+    tool call is not run: its message says what is wrong. An error that a tool reports is a result.
+    ``offered`` returns what servers offer now: they may have added tools to ``schemas``, those of the prompt.
+    Raises ToolServerError if a server is lost; the other calls of the turn are recorded.
     """
     ids = [call["id"] for call in turn.response.get("tool_calls", ())]
-    if {call.name for call in turn.tool_calls} - set(map(schema_name, schemas)):
-        schemas = [*schemas, *await tools.list()]  # a server may have added tools since the prompt
-    problems = [validate_call(call, schemas) for call in turn.tool_calls]
+    known = set(map(schema_name, schemas))
+    if any(not turn.has_run(call) for call in turn.tool_calls if call.name not in known):
+        schemas = [*schemas, *await offered()]
+    problems = [None if turn.has_run(call) else validate_call(call, schemas) for call in turn.tool_calls]
     valid = [call for call, problem in zip(turn.tool_calls, problems, strict=True) if problem is None]
     results: Sequence[ToolExecution | BaseException]
     if len(valid) == 1:  # a task would cost more than many a tool
@@ -443,7 +452,7 @@ async def execute(
             reward=result.reward,
             condensed=result.condensed,
             images=tuple(image.ref for image in shown),
-            started_at=started_at,
+            started_at=result.started_at or started_at,
             attempt=attempt,
         )
         end_tool(span, execution)

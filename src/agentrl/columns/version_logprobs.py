@@ -119,7 +119,7 @@ class VersionLogprobs:
     """The values of the column ``version_logprobs``, by one model that goes along the versions."""
 
     def __init__(self, store: Store, policy: PublishedPolicy, copy: LocalCopy) -> None:
-        """``copy`` is this process's own: engines go only forward."""
+        """``copy`` is exact, and this process's own until it is released: engines go only forward."""
         self._store = store
         self._policy = policy
         self._copy = copy
@@ -187,14 +187,12 @@ class VersionLogprobs:
             return
         self._loaded = None
         started = time.monotonic()
-        try:
-            if is_in_place(version):
-                await to_its_end(self._load_in_place, version)
-            else:
-                _, folder = await self._copy.hold(self._store, version)
-                await to_its_end(self._policy.load, Path(folder))
-        finally:
-            self._copy.release()
+        if is_in_place(version):
+            await to_its_end(self._load_in_place, version)
+        else:
+            # Never release it between two versions: another filler would take it to a version of its own.
+            _, folder = await self._copy.hold(self._store, version)
+            await to_its_end(self._policy.load, Path(folder))
         self._loaded = version.id
         logger.info("policy version %d loaded in %.1f s", version.id, time.monotonic() - started)
 
@@ -256,6 +254,7 @@ async def teach_self(configs: Configs, *, until_empty: bool) -> int:
                 )  # fmt: skip
                 return await column.run(stop, flags.teacher_concurrency)
             finally:
+                copy.release()
                 await asyncio.to_thread(policy.close)
 
 

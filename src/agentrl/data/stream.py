@@ -441,6 +441,8 @@ class DataStream:
         self._replay = dict(replay or {})
         self._stale = 0
         self._prefetched: tuple[int, asyncio.Task[StepData | None]] | None = None
+        self._awaited: int | None = None
+        """The step whose data were asked for last: the step before it is committed."""
         self._avoid: frozenset[str] = frozenset()
         self._quarantined = 0
         self._unusable_groups = 0
@@ -460,9 +462,8 @@ class DataStream:
 
         Marks data that are too old as stale. Raises TrainingError after ``wait_seconds``.
         """
-        # Mark nothing while undone steps are ahead: they train the same data again, which must stay ready.
-        if not any(undone >= step for undone in self._replay):
-            await self._mark_stale(step)
+        self._awaited = step
+        await self._mark_stale(step)
         try:
             async with asyncio.timeout(self._settings.wait_seconds):
                 return await self._take(step)
@@ -548,6 +549,10 @@ class DataStream:
                 )  # fmt: skip
                 log_at += LOG_EVERY_SECONDS
             await self._store.wait_for_change("DBRecordData", "Task", timeout=POLL_SECONDS)
+            # Mark what ended too old: admission counts it as open, and the step may need groups in its place.
+            # A prefetch marks nothing: the step before may be undone, and its data are fresh for it.
+            if step == self._awaited:
+                await self._mark_stale(step)
 
     async def _unfilled(self) -> str:
         """Return how many trajectories wait for a column; empty if none does."""
@@ -556,7 +561,8 @@ class DataStream:
 
     async def _mark_stale(self, step: int) -> None:
         old = await self._too_old(step)
-        if old is None:
+        # Mark nothing while undone steps are ahead: they train the same data again, which must stay ready.
+        if old is None or any(undone >= step for undone in self._replay):
             return
         split, max_staleness = self._settings.split, self._settings.freshness.max_staleness
         stale = await self._store.training.mark_stale(split, old, attempt=self._attempt)

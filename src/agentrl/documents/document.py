@@ -80,7 +80,8 @@ D = TypeVar("D")
 
 def _written(value: object) -> dict[str, Any]:
     """Return the fields of a dataclass as they are stored."""
-    return {stored: plain(getattr(value, name)) for name, stored, _ in _fields(cast("Hashable", type(value)))}
+    fields = {stored: getattr(value, name) for name, stored, _ in _fields(cast("Hashable", type(value)))}
+    return _plain_items(fields)
 
 
 def _read(cls: type[D], document: Mapping[str, Any]) -> D:
@@ -120,17 +121,24 @@ def plain(value: Any) -> Any:
     # Compare the exact type: a StrEnum is a str to isinstance, and would not become its value.
     if type(value) in _PLAIN:
         return value
-    if isinstance(value, Document):
-        return value.to_document()
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return _plain_items(value)
+    if isinstance(value, Document):
+        return value.to_document()
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, (dict, Mapping)):
-        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        return _plain_items(value)
     if dataclasses.is_dataclass(value):  # of a package below the documents
         return _written(value)
     return value
+
+
+def _plain_items(items: Mapping[Any, Any]) -> dict[Any, Any]:
+    # Ask before the call: most values are plain, and a call of Python costs more than they do.
+    return {key: item if type(item) in _PLAIN else plain(item) for key, item in items.items()}
 
 
 _PLAIN = frozenset({str, int, float, bool, bytes, type(None), datetime})
@@ -171,6 +179,7 @@ def _with_time_zone(value: Any) -> Any:
     return value.replace(tzinfo=UTC) if isinstance(value, datetime) and value.tzinfo is None else value
 
 
+_KEPT = frozenset({float, bool, bytes, type(None)})
 _INT64 = 2**63
 _MAX_DEPTH = 40
 """Levels of nesting that are kept; BSON allows 100 in a whole document."""
@@ -213,13 +222,23 @@ def score_problem(value: Any) -> str:
 def sanitize_bson(value: Any, depth: int = 0) -> Any:
     """Return ``value`` with everything that BSON cannot hold converted.
 
-    Lone surrogates, and NUL in keys, are replaced. Integers beyond 64 bits, nesting beyond 40 levels and
-    other objects become strings, sets become lists, and numbers of other libraries become Python's. Times
-    become those that are read again: in UTC, with milliseconds.
+    What is returned equals what is read again. Lone surrogates, and NUL in keys, are replaced, and the key
+    ``$ref`` beside ``$id``. Integers beyond 64 bits, nesting beyond 40 levels and other objects become
+    strings, sets become lists, and numbers of other libraries become Python's. Times are in UTC, with
+    milliseconds.
     """
+    # Look at the exact type first: nearly all values are of these, and to ask an abstract class is slow.
+    kind = type(value)
+    if kind is str:
+        return value if value.isascii() else replace_surrogates(value)
+    if kind in _KEPT or (kind is int and -_INT64 <= value < _INT64):
+        return value
     if isinstance(value, datetime):
-        moment = value.replace(tzinfo=value.tzinfo or UTC).astimezone(UTC)
-        return moment.replace(microsecond=moment.microsecond // 1000 * 1000)
+        try:
+            moment = value.replace(tzinfo=value.tzinfo or UTC).astimezone(UTC)
+        except OverflowError:  # in its own time zone it is in year 1 or 9999, in UTC in none
+            return str(value)
+        return moment.replace(microsecond=moment.microsecond // 1000 * 1000, fold=0)
     if value is None or isinstance(value, (bool, float, bytes)):
         # Convert a float too: numpy's float64 is a subclass, which orjson refuses.
         return float(value) if isinstance(value, float) else value
@@ -243,12 +262,16 @@ def sanitize_bson(value: Any, depth: int = 0) -> Any:
 
 
 def _sanitize_items(value: Mapping[Any, Any] | Sequence[Any], depth: int) -> Any:
-    if isinstance(value, (dict, Mapping)):
-        return {
-            replace_surrogates(str(key)).replace("\0", "\ufffd"): sanitize_bson(item, depth)
-            for key, item in value.items()
-        }
-    return [sanitize_bson(item, depth) for item in value]
+    if isinstance(value, (list, tuple)):
+        return [sanitize_bson(item, depth) for item in value]
+    items = {
+        replace_surrogates(str(key)).replace("\0", "\ufffd"): sanitize_bson(item, depth)
+        for key, item in cast("Mapping[Any, Any]", value).items()
+    }
+    if "$ref" in items and "$id" in items:
+        # Rename it: the driver would read a reference, a DBRef, where an object was written.
+        return {"\uff04ref" if key == "$ref" else key: item for key, item in items.items()}
+    return items
 
 
 def _to_text(value: Any) -> str:

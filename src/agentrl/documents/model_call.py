@@ -379,18 +379,20 @@ class ToolExecution(Document):
 
 STEP: Final = "step"
 """The name of the events that are answers of an environment."""
+TOOL: Final = "tool"
+"""The name of the events that are tool runs of no open model call: their results are a ToolExecution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event(Document):
     """What a trajectory learned other than by a model or a tool: an environment's answer, or an agent's own.
 
-    ``name`` is ``step`` or the name that the agent gave to ``Rollout.once``.
+    ``name`` is ``step``, ``tool``, or the name that the agent gave to ``Rollout.once``.
     """
 
     name: str
     arguments: Any = None
-    """What the environment was told."""
+    """What the environment was told, or the tool."""
     result: Any
     """The answer, as ``sanitize_bson`` returned it."""
     started_at: datetime
@@ -500,14 +502,13 @@ def storable_arguments(arguments: Any) -> Any:
     """Return the arguments of a tool call; as JSON text if BSON would change them.
 
     It does that to an integer beyond 64 bits, to nesting beyond 40 levels, to NUL in a key, and to objects
-    with ``$ref``, which the driver reads as references.
+    with ``$ref`` and ``$id``, which the driver reads as references.
     """
     storable = sanitize_bson(arguments)
     try:
         # Compare as JSON: 1, 1.0 and True are equal to Python, and three values to a tool.
         text = json.dumps(arguments, ensure_ascii=False)
-        is_same = json.dumps(storable, ensure_ascii=False) == text and '"$ref":' not in text
-        return storable if is_same else text
+        return storable if json.dumps(storable, ensure_ascii=False) == text else text
     except (TypeError, ValueError, RecursionError):  # values of an agent's own that are not JSON
         return storable
 

@@ -373,7 +373,7 @@ CALL_ROLES = "call_roles"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure(Document):
-    """Why an attempt failed; ``kind`` is engine, tool, harness, scorer, timeout, trajectory, poison, …"""
+    """Why an attempt failed; ``kind`` is engine, tool, harness, scorer, trajectory, replay, poison, …"""
 
     kind: str
     message: str
@@ -458,7 +458,7 @@ class Record(Root):
     owners: tuple[Ownership, ...] = ()
     """Who sampled it, in order."""
     events: tuple[Event, ...] = ()
-    """What an agent asked by ``Rollout.once`` whose calls a gateway stores; others are with their calls."""
+    """What ``Rollout.once`` returned to an agent behind a gateway; that of others is with their calls."""
     partial: PartialGeneration | None = None
     """The tokens of a released Record's unfinished model call; the next owner resumes it."""
     train_rule: str | None = None

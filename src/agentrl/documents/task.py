@@ -36,6 +36,8 @@ class Slot(Document):
     deaths: int = 0
     """How many owners in a row died while the trajectory's journal had ``died_at`` entries."""
     died_at: int | None = None
+    restarts: int = 0
+    """How often in a row it began anew, because the state of its tools could not be made again."""
     scorings: int = 0
     """Failed attempts to score the Record of this attempt."""
     owner: str | None = None

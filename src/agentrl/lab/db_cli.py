@@ -327,8 +327,8 @@ async def accept(run: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 KINDS = (
-    "engine", "tool", "environment", "scorer", "timeout", "trajectory", "image", "lease", "internal", "group",
-    "column", "feedback", "session",
+    "engine", "tool", "environment", "harness", "scorer", "timeout", "trajectory", "image", "lease",
+    "internal", "group", "column", "feedback", "session", "replay", "poison",
 )  # fmt: skip
 
 

@@ -279,26 +279,22 @@ class Tails:
     """Ends the trajectories of one sampler that are too late for training.
 
     A trajectory that began after step s is too late once step s + ``after_steps`` is committed: its first
-    tokens are then older than ``--max_staleness`` allows. One of earlier owners began after the step of the
-    policy version that sampled its first tokens. The slot of a late one is not sampled again. Its group is
-    finalized with the trajectories that have a score.
+    tokens are then older than ``--max_staleness`` allows, whichever process sampled them. Its slot is not
+    sampled again. Its group is finalized with the trajectories that have a score.
     """
 
     def __init__(self, store: Store, held: Pool[Claim], after_steps: int) -> None:
         self._store = store
         self._held = held
         self._after_steps = after_steps
-        self._step = 0
-        self._begun: dict[str, int] = {}
-        """Record → last committed step when its trajectory began."""
-        self._adopted: set[str] = set()
-        """Records of earlier owners, of which it is not known yet when they began."""
+        self._step: int | None = None
+        self._begun: dict[str, int | None] = {}
+        """Record → last committed step when its trajectory began; None: not known yet."""
 
     def begin(self, claim: Claim) -> None:
-        """Note that a trajectory begins, or goes on."""
-        self._begun[claim.record_id] = self._step
-        if claim.attempt > claim.first_attempt:
-            self._adopted.add(claim.record_id)
+        """Note that a trajectory begins here, or goes on here."""
+        is_new = claim.attempt == claim.first_attempt
+        self._begun[claim.record_id] = self._step if is_new else None
 
     async def run(self, freed: Callable[[], None]) -> None:
         """Cut trajectories after each step, until cancelled; call ``freed`` when some were cut."""
@@ -311,24 +307,27 @@ class Tails:
             await self._store.wait_for_change(STEP, timeout=WATCH_SECONDS)
 
     async def _cut(self) -> int:
+        assert self._step is not None
         running = {claim.record_id for claim in self._held.claims}
         self._begun = {record: step for record, step in self._begun.items() if record in running}
-        await self._find_begun()
-        late = {record for record, step in self._begun.items() if self._step >= step + self._after_steps}
+        for record in [record for record, step in self._begun.items() if step is None]:
+            self._begun[record] = await self._first_step(record, self._step)
+        latest = self._step - self._after_steps
+        late = {record for record, step in self._begun.items() if step is not None and step <= latest}
         claims = await self._held.cancel(late)
         why = f"step {self._step} was trained while it was running (--tail_policy {KIND})"
         await asyncio.gather(*(self._fail(claim, why) for claim in claims))
         return len(claims)
 
-    async def _find_begun(self) -> None:
-        """Find the steps after which the adopted trajectories began."""
-        for key in self._adopted & self._begun.keys():
-            record = await self._store.records.get(key)
-            if record is not None and record.min_version is not None:
-                version = await self._store.policy_versions.get(record.min_version)
-                if version is not None:
-                    self._begun[key] = min(version.step, self._begun[key])
-        self._adopted.clear()
+    async def _first_step(self, record_id: str, default: int) -> int:
+        """Return the step of the oldest weights that sampled a trajectory; ``default`` without a token."""
+        record = await self._store.records.get(record_id)
+        if record is None:
+            return default
+        versions = [] if record.min_version is None else [record.min_version]
+        versions += [] if record.partial is None else [span.version for span in record.partial.versions]
+        sampled = await self._store.policy_versions.by_ids(versions)
+        return min((version.step for version in sampled), default=default)
 
     async def _fail(self, claim: Claim, why: str) -> None:
         logger.info("trajectory cut", extra={"record": claim.record_id, "why": why})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import time
@@ -16,7 +15,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from agentrl.base.concurrency import Deadline
+from agentrl.base.concurrency import AGENT_THREADS, Deadline
 from agentrl.base.user_code import contain, describe
 from agentrl.base.validation import Positive, PositiveWhole, SettingsModel, Text, read_config
 from agentrl.calls.prompts import Conversation, Prompt
@@ -38,6 +37,7 @@ from agentrl.documents.document import plain, sanitize_bson
 from agentrl.documents.images import content_with, text_of
 from agentrl.documents.model_call import (
     STEP,
+    TOOL,
     DispatchedSamplingTask,
     FixedModelCall,
     ToolExecution,
@@ -69,7 +69,7 @@ from agentrl.rollout.agent_io import (
     read_agent_cfg,
 )
 from agentrl.scoring.scorers import ScoredCall, ScoreResult
-from agentrl.tools.tool import Schema, schema_name
+from agentrl.tools.tool import Schema, run_function, schema_name
 
 ContextManager = Callable[[Any], Awaitable[list[Message] | None]]
 """Takes the Rollout, or the Role of a trajectory with several.
@@ -218,8 +218,9 @@ class Role:
         tools = self._shared.tools
         try:
             messages = await run_tool_calls(
-                turn, tools, self.schemas, lambda call: self._calls.run_tool(turn, call, tools)
-            )
+                turn, self.schemas, lambda: self._calls.offered(tools),
+                lambda call: self._calls.run_tool(turn, call, tools),
+            )  # fmt: skip
         finally:
             # Settle also after a lost server: the failed attempt keeps the calls that have run.
             self._shared.tool_calls += len(turn.executions) - before
@@ -545,6 +546,9 @@ def _generation(reply: Reply, model: FixedModel) -> Generation:
     )  # fmt: skip
 
 
+_IN_ONCE: ContextVar[bool] = ContextVar("agentrl_in_once", default=False)
+"""Whether the function of a ``Rollout.once`` runs."""
+
 TimeLimit = Callable[[float | None], AbstractAsyncContextManager[Any]]
 """Raises TimeoutError after so many seconds; None means no limit."""
 
@@ -744,16 +748,23 @@ class Rollout(Role):
 
         Another process that goes on with the trajectory gets the same value without a call: ask this way for
         the time, for randomness and for anything outside that is no tool. The n-th question of a name gets
-        the n-th value. Raises TrajectoryError for a value of more than 1 MiB; others are stored as BSON.
+        the n-th value. A sync function runs in a thread. Values are stored as BSON, and what ``function``
+        raises is not stored. Raises TrajectoryError for a value of more than 1 MiB.
         """
-        if not isinstance(name, str) or name in ("", STEP):
+        if not isinstance(name, str) or name in ("", STEP, TOOL):
             raise TrajectoryError(f"once() was given the name {name!r}", hint="give it a text of its own")
 
         async def call() -> Any:
-            value = function()
-            return await value if inspect.isawaitable(value) else value
+            token = _IN_ONCE.set(True)
+            try:
+                # In the event loop a slow function would hold all trajectories, and the renewal of leases.
+                return await run_function(AGENT_THREADS, function)
+            finally:
+                _IN_ONCE.reset(token)
 
-        return await self._calls.event(name, call)
+        # Store no question inside of another: where the outer value comes back, nobody asks it again, and
+        # the next question of its name would get its value.
+        return sanitize_bson(await call()) if _IN_ONCE.get() else await self._calls.event(name, call)
 
     async def end_journal(self) -> None:
         """Drop what earlier owners did and the agent has not done again: it has ended."""

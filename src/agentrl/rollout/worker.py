@@ -22,7 +22,7 @@ from agentrl.columns.scores import Scoring
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, ToolConfig
 from agentrl.documents.record import Failure, Record
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.status import RecordStatus
+from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.documents.task import Claim, Task
 from agentrl.environments.environment import (
     EnvironmentSession,
@@ -320,12 +320,14 @@ class Worker:
         await self.store.attempts.release(claim)
 
     async def _begin_anew(self, claim: Claim, error: ReplayError) -> None:
-        """Release the slot of a trajectory that cannot go on; this uses up no attempt."""
+        """End a trajectory whose tools are not as they were; this uses up no attempt."""
+        why = failure_text(error)
+        status = await self.store.attempts.begin_anew(claim, Failure(kind=error.kind, message=why))
+        then = "begins anew" if status is SlotStatus.OPEN else "has begun anew too often, and fails"
         logger.warning(
-            "a trajectory begins anew: its tools are not as they were",
-            extra={"record": claim.record_id, "why": failure_text(error)},
-        )
-        await self.store.attempts.release(claim, restart=True)
+            "a trajectory %s: its tools are not as they were", then,
+            extra={"record": claim.record_id, "why": why},
+        )  # fmt: skip
         await self._delete_files(claim)
 
     async def _delete_files(self, claim: Claim) -> None:

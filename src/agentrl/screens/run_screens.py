@@ -126,12 +126,16 @@ def _trainer(run: RunSnapshot) -> Text:
 
 
 def _samplers(run: RunSnapshot) -> Text:
-    if not run.liveness.claims:
-        return Text(f"none holds a claim; the last trajectory began {age(run.liveness.last_claim, run.at)}")
-    names = [f"{excerpt(name, 40)} ({claims})" for name, claims in run.liveness.claims.items()]
+    claims, states = run.liveness.claims, run.liveness.sampler_states
+    others = f"; {run.liveness.not_running}" if run.liveness.not_running else ""
+    if not claims:
+        last = age(run.liveness.last_claim, run.at)
+        return Text(f"none holds a claim; the last trajectory began {last}{others}")
+    ending = {name: f", {state}" for name, state in states.items() if state != "running"}
+    names = [f"{excerpt(name, 40)} ({count}{ending.get(name, '')})" for name, count in claims.items()]
     more = f", {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    total = sum(run.liveness.claims.values())
-    return Text(f"{len(names)} with {total} claims: {', '.join(names[:_NAMES_SHOWN])}{more}")
+    total = sum(claims.values())
+    return Text(f"{len(names)} with {total} claims: {', '.join(names[:_NAMES_SHOWN])}{more}{others}")
 
 
 def _engines(run: RunSnapshot) -> Iterator[tuple[str, Text]]:
@@ -255,6 +259,7 @@ def common_json(run: RunSnapshot) -> dict[str, Any]:
         "parent": to_json(run.parent),
         "children": to_json(run.children),
         "samplers": to_json(run.liveness.claims),
+        "sampler_states": to_json(run.liveness.sampler_states),
         "outages": to_json(run.liveness.outages),
         "failures": to_json(run.failures),
         "continued": to_json(run.continued),
@@ -511,6 +516,7 @@ def _processes(run: RunSnapshot) -> Iterator[Table]:
         "Samplers that hold claims (split train)", run.liveness.claims.items(),
         ("sampler", lambda row: excerpt(row[0], 60)),
         ("claims", lambda row: row[1]),
+        ("state", lambda row: run.liveness.sampler_states.get(row[0], MISSING)),
     )  # fmt: skip
     dead = Text("dead", style="red")
     yield table_of(

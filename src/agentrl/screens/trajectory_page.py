@@ -19,6 +19,7 @@ from agentrl.documents.document import now
 from agentrl.documents.images import ImageRef, image_refs, text_of
 from agentrl.documents.model_call import (
     STEP,
+    TOOL,
     Branch,
     DispatchedSamplingTask,
     Event,
@@ -231,11 +232,12 @@ def _owner_number(record: Record, attempt: int | None) -> int | None:
 
 def event_view(event: Event) -> EventView:
     """Return an event for a page."""
-    is_step = event.name == STEP
     # Leave out what the environment was told: it is the text of the turn.
-    arguments = None if is_step or event.arguments is None else shown(json_text(event.arguments))
+    told = None if event.name == STEP else event.arguments
+    kinds = {STEP: "environment step", TOOL: "tool run of no open model call"}
     return EventView(
-        what="environment step" if is_step else f"once {event.name}", arguments=arguments,
+        what=kinds.get(event.name, f"once {event.name}"),
+        arguments=None if told is None else shown(json_text(told)),
         result=shown(json_text(event.result)), seconds=event.seconds,
     )  # fmt: skip
 

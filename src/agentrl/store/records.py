@@ -322,6 +322,9 @@ async def queue_sampled(connection: Connection, claims: Sequence[Claim]) -> froz
 RELEASED, LEASE, RESTARTED = "released", "lease", "restarted"
 """Why an ownership ended before its trajectory (``Ownership.ended``)."""
 
+MOST_RESTARTS = 3
+"""Times in a row that the state of a trajectory's tools cannot be made again: then its slot fails."""
+
 
 def _ended_owners(which: Json, why: str) -> Json:
     """Return the expression of a Record's owners, in which those end that satisfy ``which``."""
@@ -507,24 +510,48 @@ class Attempts(Repository):
 
         return await self._end(claim, write)
 
-    async def release(self, claim: Claim, *, restart: bool = False) -> None:
+    async def release(self, claim: Claim) -> None:
         """Release one slot; see ``release_all``. Raises LeaseLostError if the claim is lost."""
-        if await self.release_all([claim], restart=restart):
+        if await self.release_all([claim]):
             raise lease_lost(claim)
 
     @database_call
-    async def release_all(self, claims: Sequence[Claim], *, restart: bool = False) -> list[Claim]:
+    async def release_all(self, claims: Sequence[Claim]) -> list[Claim]:
         """Release unfinished slots; return the lost claims, whose slots are unchanged.
 
         A released slot is open at once, its attempt does not count, and its Record becomes RELEASED until the
-        next owner goes on with it; with ``restart`` that one begins a new Record. The slot of a sampled
-        Record waits for its score instead. Up to 256 claims share one transaction, which bounds the time of a
-        shutdown.
+        next owner goes on with it. The slot of a sampled Record waits for its score instead. Up to 256 claims
+        share one transaction, which bounds the time of a shutdown.
         """
         lost: list[Claim] = []
         for batch in batches(claims, _CLAIMS_PER_TRANSACTION):
-            lost += await self._release(batch, restart)
+            lost += await self._release(batch)
         return lost
+
+    @database_call
+    async def begin_anew(self, claim: Claim, why: Failure) -> SlotStatus:
+        """End a trajectory that cannot go on; return the slot's status: OPEN, or FAILED at ``MOST_RESTARTS``.
+
+        The next claim begins a new Record. It uses no attempt: where samplers die rarely, the new trajectory
+        comes to its end. The last one fails with ``why``, for else it would begin anew forever.
+        """
+        restarts = {"$add": [{"$ifNull": ["$$slot.restarts", 0]}, 1]}
+        is_last = {"$gte": [restarts, MOST_RESTARTS]}
+        # Keep the deaths: a trajectory that kills its samplers may never come back to where it did.
+        fields = {
+            **lease.RELEASED, "begun": None, "restarts": restarts,
+            "status": {"$cond": [is_last, SlotStatus.FAILED.value, SlotStatus.OPEN.value]},
+        }  # fmt: skip
+
+        async def write() -> Task:
+            task = await lease.update_slot(self._connection, claim, fields)
+            is_open = slot_status(task, claim) is SlotStatus.OPEN
+            often = f"began anew {MOST_RESTARTS - 1} times, and cannot again: {why.message}"
+            failure = None if is_open else replace(why, message=often)
+            await end_records(self._connection, [claim], failure, RESTARTED)
+            return task
+
+        return await self._end(claim, write)
 
     async def _score(self, score: _Score) -> TaskStatus:
         claim = score.claim
@@ -574,10 +601,7 @@ class Attempts(Repository):
         )
         return None if task is None else TaskStatus(task["status"])
 
-    async def _release(self, claims: Sequence[Claim], restart: bool) -> list[Claim]:
-        # Keep the deaths: a trajectory that kills its samplers may never come back to where it did.
-        fields = {**lease.RELEASED, **({"begun": None} if restart else {})}
-
+    async def _release(self, claims: Sequence[Claim]) -> list[Claim]:
         async def write() -> list[Claim]:
             lost = await lost_claims(self._connection, claims)
             lost_ids = {claim.record_id for claim in lost}
@@ -587,13 +611,13 @@ class Attempts(Repository):
                 updates = [
                     UpdateOne(
                         lease.held(claim),
-                        lease.change_slot(claim, QUEUED if claim.record_id in queued else fields),
+                        lease.change_slot(claim, QUEUED if claim.record_id in queued else lease.RELEASED),
                     )
                     for claim in held
                 ]
                 await self._collection(TASK).bulk_write(updates, ordered=True)
                 ended = [claim for claim in held if claim.record_id not in queued]
-                await end_records(self._connection, ended, None, RESTARTED if restart else RELEASED)
+                await end_records(self._connection, ended, None)
             return lost
 
         return await self._connection.transaction(write)

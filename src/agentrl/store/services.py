@@ -143,7 +143,11 @@ class Samplers(Repository):
     @database_call
     async def all(self) -> list[ListedSampler]:
         """Return the samplers that have not ended, by name; dead ones too."""
-        claims = await live_claims(self._connection)
+        return await self.holding(await live_claims(self._connection))
+
+    @database_call
+    async def holding(self, claims: Mapping[str, int]) -> list[ListedSampler]:
+        """Return the samplers that have not ended, with the numbers of ``live_claims``, by name."""
         found = await self._all(SamplerProcess, SAMPLER, {"ended_at": None}, sort=[("_id", ASCENDING)])
         # Ask for the time last: a heartbeat that comes meanwhile would lie in the future.
         at = await self._connection.server_time()
@@ -176,6 +180,8 @@ class Liveness:
     at: datetime
     claims: Mapping[str, int]
     """Sampler → number of slots that it holds under live leases."""
+    sampler_states: Mapping[str, str]
+    """Sampler → ``ListedSampler.state``, of all that have not ended."""
     last_claim: datetime | None
     """When the newest Record was created, by its sampler's clock."""
     engines: Sequence[InferenceService]
@@ -209,9 +215,16 @@ class Liveness:
         ]
         return "; ".join(parts)
 
+    @property
+    def not_running(self) -> str:
+        """Return how many samplers are in each state but ``running``: ``1 dead, 2 draining``, or nothing."""
+        counts = Counter(state for state in self.sampler_states.values() if state != "running")
+        return ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+
     def _samplers(self) -> str:
         if self.claims:
-            return f"samplers: {len(self.claims)}, with {sum(self.claims.values())} claims"
+            others = f", {self.not_running}" if self.not_running else ""
+            return f"samplers: {len(self.claims)}, with {sum(self.claims.values())} claims{others}"
         if self.last_claim is None:
             return "no sampler has begun a trajectory: is `agentrl sample` running? its log says why not"
         return f"no sampler holds a claim, the last one began {self._age(self.last_claim):.0f} s ago"
@@ -288,15 +301,18 @@ class Services(Repository):
 
     @database_call
     async def liveness(self, split: str, alive_seconds: float) -> Liveness:
-        """Return who works on ``split`` now. Costs six reads, bounded by the number of open groups."""
+        """Return who works on ``split`` now. Costs eight reads, bounded by the number of open groups."""
         at = await self._connection.server_time()
         newest = await self._collection(RECORD).find_one(
             {"split": split}, {"created_at": 1}, sort=[("created_at", -1)]
         )
         engines = await self._all(InferenceService, SERVICE, {}, sort=[("heartbeat", DESCENDING)])
+        claims = await live_claims(self._connection, split)
+        samplers = await Samplers(self._connection).holding(claims)
         return Liveness(
             at=at,
-            claims=await live_claims(self._connection, split),
+            claims=claims,
+            sampler_states={each.process.id: each.state for each in samplers},
             last_claim=newest["created_at"] if newest else None,
             engines=engines,
             outages=await OutageRecords(self._connection).ongoing(),

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from hashlib import sha256
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from agentrl.base.concurrency import Threads, task_group, time_limit
 from agentrl.base.user_code import contain
-from agentrl.documents.document import replace_surrogates
+from agentrl.documents.document import now, replace_surrogates
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import Condensed, ToolExecution, read_arguments
 from agentrl.documents.status import ToolState
@@ -96,6 +97,8 @@ class ToolResult:
     condensed: Condensed | None = None
     """Set if the browse agent tried to condense the tool's own text."""
     images: tuple[Image, ...] = ()
+    started_at: datetime | None = None
+    """When it began to run, after its wait for other calls of the turn."""
 
 
 class ServerSession(Protocol):
@@ -411,6 +414,7 @@ class ToolSession:
             return ToolResult(text=text, error=True, seconds=0.0, server="")
         server, tool = target
         reply, seconds = await self._reply(server, tool, arguments)
+        started_at = now() - timedelta(milliseconds=round(1000 * seconds))
         if reply.reward is not None:
             self._call_rewards.setdefault(name, []).append(reply.reward)
         text, condensed = reply.text, None
@@ -427,6 +431,7 @@ class ToolSession:
             reward=reply.reward,
             condensed=condensed,
             images=reply.images,
+            started_at=started_at,
         )
 
     def state_of(self, name: str, server: str | None = None) -> ToolState:

@@ -129,7 +129,7 @@ class Progress:
     version: int = 0
     """The newest published policy version."""
     published_step: int = 0
-    """The step of that version's weights."""
+    """The step of that version's weights; −1 if its files are gone."""
     train_steps: list[str] = field(default_factory=list)
     """``_id`` of each committed TrainStep in the weights."""
     replay: dict[int, tuple[str, ...]] = field(default_factory=dict)

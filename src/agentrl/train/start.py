@@ -59,7 +59,7 @@ from agentrl.train.optimizer import schedule_length
 from agentrl.train.publishing import DeviceTurns, Progress, Publisher
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import base_folder
-from agentrl.weights.publish import publish_base
+from agentrl.weights.publish import lost_versions, publish_base
 from agentrl.weights.storage import is_remote
 
 logger = logging.getLogger(__name__)
@@ -237,6 +237,14 @@ async def roll_back(
     await publish_base(store, base, lease.attempt)
     await lease.go_back(step)
     newest = await store.policy_versions.latest()
+    published_step = newest.step if newest else 0
+    if newest is not None and (lost := await lost_versions(store, newest)):
+        # Publish the step again: engines serve older weights, and samplers begin nothing for so old ones.
+        logger.warning(
+            "version %d is published again: its files are gone from %s", newest.id, newest.location
+        )
+        await store.policy_versions.mark_pruned(lost, attempt=lease.attempt)
+        published_step = -1
     # Take the newest plan of each step: if a trainer dies while it replays, its predecessor's plans stand for
     # the steps that it did not reach.
     plans = sorted((item for item in steps if replays and item.step > step), key=lambda item: item.planned_at)
@@ -244,7 +252,7 @@ async def roll_back(
         attempt=lease.attempt,
         step=step,
         version=newest.id if newest else 0,
-        published_step=newest.step if newest else 0,
+        published_step=published_step,
         train_steps=list(found.state.train_steps) if found else [],
         replay={item.step: item.data for item in plans},
     )

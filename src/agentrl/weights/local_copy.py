@@ -192,6 +192,8 @@ LOCK_SECONDS = 900.0
 _MESSAGE_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _KEPT_ADAPTERS = 8
+_MOST_COPIES = 64
+"""Of a host, for processes that each have their own."""
 _NAME_LENGTH = 8
 
 
@@ -233,12 +235,18 @@ class LocalCopy:
     """The copy in ``root``. An instance holds the lock between ``hold`` and ``release``."""
 
     def __init__(self, root: Path, *, is_exact: bool = False) -> None:
-        """``is_exact``: never settle for another version than the wanted one."""
-        self._root = root.absolute()
-        self.folder = self._root / "model"
-        self._deltas = self._root / "deltas"
+        """``is_exact``: never settle for another version than the wanted one.
+
+        Such copies are not shared, because two processes that want two versions would undo each other's work:
+        ``hold`` takes the first of ROOT, ROOT-2, ROOT-3, … that no other process has.
+        """
+        self._first = root.absolute()
         self._is_exact = is_exact
         self._lock: int | None = None
+        self._place(self._first)
+
+    def _place(self, root: Path) -> None:
+        self._root, self.folder, self._deltas = root, root / "model", root / "deltas"
 
     async def bring(self, store: Store, wanted: PolicyVersion) -> PolicyVersion:
         """Make ``wanted`` ready to be loaded, and return what is.
@@ -253,22 +261,26 @@ class LocalCopy:
             return wanted
         await self._acquire(fcntl.LOCK_EX)
         try:
-            if wanted.encoding == "adapter":
-                await self._bring_adapter(wanted)
-                return wanted
             return await self._bring(store, wanted)
-        except OSError as error:
-            raise self._unwritable(wanted, error) from error
         finally:
             self.release()
 
     async def hold(self, store: Store, wanted: PolicyVersion) -> tuple[PolicyVersion, str]:
         """Keep what ``bring`` returns from changing until ``release``; return it and its folder.
 
-        It is brought if it is not there. A version that is loaded in place is not verified again.
+        It is brought if it is not there. A version that is loaded in place is not verified again. An exact
+        copy may be held again without ``release``: it stays this instance's.
         """
         if is_in_place(wanted):
             return wanted, wanted.location
+        if self._is_exact:
+            await self._acquire(fcntl.LOCK_EX)
+            try:
+                await self._bring(store, wanted)
+            except BaseException:
+                self.release()
+                raise
+            return wanted, str(self._adapter(wanted) if wanted.encoding == "adapter" else self.folder)
         while True:
             await self._acquire(fcntl.LOCK_SH)
             if wanted.encoding == "adapter" and self._adapter(wanted).is_dir():
@@ -322,6 +334,9 @@ class LocalCopy:
             self._lock = None
 
     async def _acquire(self, kind: int) -> None:
+        if self._is_exact:
+            await self._take_free()
+            return
         self.release()
         await asyncio.to_thread(self.folder.mkdir, parents=True, exist_ok=True)
         self._lock = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -345,7 +360,38 @@ class LocalCopy:
             else:
                 return
 
+    async def _take_free(self) -> None:
+        """Lock the first copy that no other process has. A killed one has none: the kernel frees its lock."""
+        if self._lock is not None:
+            return
+        for number in range(1, _MOST_COPIES + 1):
+            self._place(self._first if number == 1 else self._first.with_name(f"{self._first.name}-{number}"))
+            await asyncio.to_thread(self.folder.mkdir, parents=True, exist_ok=True)
+            lock = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                os.close(lock)
+                if not isinstance(error, BlockingIOError):
+                    raise
+            else:
+                self._lock = lock
+                return
+        raise PublishError(
+            f"{_MOST_COPIES} processes of this host have copies of their own beside {self._first}",
+            hint="end some of them, or give this one another --weights_dir",
+        )
+
     async def _bring(self, store: Store, wanted: PolicyVersion) -> PolicyVersion:
+        try:
+            if wanted.encoding == "adapter":
+                await self._bring_adapter(wanted)
+                return wanted
+            return await self._bring_weights(store, wanted)
+        except OSError as error:
+            raise self._unwritable(wanted, error) from error
+
+    async def _bring_weights(self, store: Store, wanted: PolicyVersion) -> PolicyVersion:
         state = self._state()
         if state.is_whole(wanted):
             return wanted

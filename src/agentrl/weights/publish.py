@@ -24,6 +24,7 @@ from agentrl.weights.folder import (
     verify,
     write_manifest,
 )
+from agentrl.weights.local_copy import chain_to
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -197,6 +198,25 @@ async def publish_base(store: Store, folder: Path, attempt: int | None = None) -
     document = PolicyVersion(id=0, step=0, location=str(resolved), files=files, train_step=None)
     await store.policy_versions.publish(document, attempt=attempt)
     return document
+
+
+async def lost_versions(store: Store, newest: PolicyVersion) -> list[int]:
+    """Return ``newest`` and the versions that lead to it, from the first on whose files were deleted.
+
+    Empty if all are there. Looks for the files alone, and not behind URLs; version 0 is the user's own model.
+    """
+    try:
+        chain = await chain_to(store, newest)
+    except PublishError:
+        return [newest.id]
+
+    def is_there(version: PolicyVersion) -> bool:
+        if version.id == 0 or storage.is_remote(version.location):
+            return True
+        return all((Path(version.location) / file.name).is_file() for file in version.files)
+
+    there = await asyncio.to_thread(lambda: [is_there(version) for version in chain])
+    return [] if all(there) else [version.id for version in chain[there.index(False) :]]
 
 
 async def _prune(store: Store, target: PublishTarget) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from rollout_fakes import PLAIN, FakeSession, FakeTools, format_of
 from test_sampling import ADD, Setting, quick, task
 from waiting import cancel, until
 
+from agentrl.documents.document import sanitize_bson
 from agentrl.documents.model_call import (
     STEP,
     Event,
@@ -29,6 +31,7 @@ from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, ToolState
 from agentrl.documents.task import Claim
 from agentrl.errors import LeaseLostError, SessionLostError, tool_server
+from agentrl.store import records as store_records
 from agentrl.store.client import Store
 from agentrl.tools.tool import OwnSession, ToolResult, TrajectoryInfo
 
@@ -146,6 +149,26 @@ async def test_a_template_that_shows_the_time_renders_the_same_for_the_next_owne
     assert len(new.engine.prompts) == TURNS + 1 - 3
 
 
+async def test_of_two_that_take_over_at_once_one_goes_on_and_an_outside_call_is_made_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeSession, "state_of", lambda *_: ToolState.OUTSIDE)
+    old, claim, running = await begun(store, 3)
+    await expire(store, claim)
+    new = [sampler(store) for _ in range(2)]
+    await asyncio.gather(*(each.run() for each in new))
+    old.tools.going.set()  # stopped in its call, it goes on after the others
+    assert await running is False
+    record = await only_record(new[0])
+    assert (record.score, len(record.owners)) == (1.0, 2)
+    assert [len(each.tools.calls) for each in (old, *new)] in ([3, 1, 0], [3, 0, 1])
+    calls = await store.model_calls.by_record(record.id)
+    results = [call.tool_executions[0].result for call in calls[:-1]]
+    assert results[:2] + results[3:] == ["3", "3", "3"]
+    assert "may have taken effect" in results[2]
+    assert await violations(store) == []
+
+
 async def test_a_released_trajectory_keeps_what_its_tools_have_done(store: Store) -> None:
     old, claim, running = await begun(store, 3)
     await cancel(running)
@@ -238,10 +261,11 @@ def names_its_outage(session: CountingSession) -> None:
     session.call = called  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("skew", [0, 10])
-async def test_a_lost_session_is_made_again_by_its_calls_or_the_trajectory_begins_anew(
-    store: Store, skew: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("skew", "most"), [(0, 1), (10, 2), (10, 1)])
+async def test_a_lost_session_is_made_again_by_its_calls_or_the_trajectory_begins_anew_or_fails(
+    store: Store, skew: int, most: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(store_records, "MOST_RESTARTS", most)
     await store.tasks.load([task("a", slots=1)])
     tools = Counting(lose=3)
     init = CountingSession.__init__
@@ -258,6 +282,13 @@ async def test_a_lost_session_is_made_again_by_its_calls_or_the_trajectory_begin
     await running
     records = await setting.records("train/0/a")
     record = records[-1]
+    assert await violations(store) == []
+    if skew and most == 1:
+        assert record.failure is not None
+        assert record.failure.kind == "replay"
+        assert "add answered a repeated call otherwise" in record.failure.message
+        assert "declare its state" in record.failure.message
+        return
     assert (record.score, record.turns) == (1.0, TURNS + 1)
     calls = await store.model_calls.by_record(record.id)
     assert [call.tool_executions[0].result for call in calls[:-1]] == [f"count {n + 1}" for n in range(TURNS)]
@@ -270,7 +301,6 @@ async def test_a_lost_session_is_made_again_by_its_calls_or_the_trajectory_begin
     else:
         assert len(records) == 1
         assert len(tools.calls) == TURNS + 1 + 2  # the lost one, and two again
-    assert await violations(store) == []
 
 
 async def test_what_a_tool_adds_while_a_branch_is_dropped_is_counted(
@@ -353,7 +383,9 @@ async def test_arguments_of_a_model_and_values_of_an_agent_come_back_as_they_wer
     claim = await run.claim(store)
     given = storable_arguments({"a": value})
     execution = ToolExecution(name="$a.b", arguments=given, result="", error=False, seconds=0.0, attempt=1)
-    answer = [{"$id": 1}, {"$ref": "#/a"}, {"$set": {"a.b": 1}}, {"": 1}]
+    answer = sanitize_bson(
+        [{"$id": 1, "$ref": "a"}, {"$ref": "#/a"}, {"$set": {"a.b": 1}}, {"": 1}, math.inf]
+    )
     event = Event(name="$a.b", result=answer, started_at=claim.task.created_at, seconds=0.0, attempt=1)
     call = run.call(claim, 0, 0, 2)
     for revision in range(2):

@@ -1,17 +1,16 @@
 """Long tails: a trajectory that outlasts its steps is cut or carried on; its group does not wait."""
 
 import asyncio
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import small_run as run
 from rollout_fakes import ScriptedEngine, format_of
 from test_sampling import Setting, task
 
+from agentrl.documents.record import Failure
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
-from agentrl.documents.task import Claim
 from agentrl.inference.engine import Generation
 from agentrl.rollout import housekeeping
 from agentrl.store.client import Store
@@ -76,37 +75,45 @@ async def test_the_last_trajectory_of_a_group_is_cut_or_carried_after_its_step(
     assert [record.status for record in records].count(RecordStatus.READY) == 2
 
 
-async def test_a_trajectory_that_went_on_in_this_process_began_with_its_first_tokens(
-    store: Store, tmp_path: Path
+@pytest.mark.parametrize("is_adopted", [True, False])
+async def test_a_trajectory_is_as_old_as_its_first_token_and_not_as_its_owner(
+    store: Store, monkeypatch: pytest.MonkeyPatch, is_adopted: bool
 ) -> None:
-    """Else one that is taken over every few steps would never be cut, and its group would wait for it."""
-    await run.publish(store, tmp_path, 0, step=0, train_step=None)
-    await store.tasks.load([task("a", slots=2)])
-    cut = []
-    for _ in range(2):
-        claim = await store.claims.claim(split="train", owner="old", lease_seconds=60)
-        assert claim is not None
-        await store.records.create(claim)
-        cut.append(claim)
-    old = cut[0]
-    await store.database["Record"].update_one({"_id": old.record_id}, {"$set": {"min_version": 0}})
-    await store.attempts.release(old)
-    going_on = await store.claims.claim(split="train", owner="new", lease_seconds=60)
-    assert going_on is not None
-    assert going_on.record_id == old.record_id
-    asked: list[set[str]] = []
+    """Its first owner began after step 4, or sampled nothing; the next one starts after step 6.
 
-    async def cancel(records: set[str]) -> list[Claim]:
-        asked.append(records)
-        return []
+    One that sampled nothing begins before its sampler has read a step.
+    """
+    engine = SlowLast()
+    engine.prompts += [[], []]
 
-    held: Any = SimpleNamespace(claims=[going_on, cut[1]], cancel=cancel)
-    tails = housekeeping.Tails(store, held, 2)
-    tails._step = 2
-    tails.begin(going_on)
-    tails.begin(cut[1])
-    await tails._cut()
-    assert asked == [{going_on.record_id}]
+    async def last_step() -> SimpleNamespace:
+        if not is_adopted:
+            await engine.waiting.wait()
+        return SimpleNamespace(step=6)
+
+    monkeypatch.setattr(housekeeping, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(store.steps, "last", last_step)
+    await store.policy_versions.publish(PolicyVersion(id=9, step=4, location="v9", files=(), train_step=None))
+    await store.tasks.load([task("a", slots=1)])
+    claim = await store.claims.claim(split="train", owner="gone", lease_seconds=60)
+    assert claim is not None
+    await store.records.create(claim)
+    sampled = {"_id": claim.record_id}
+    await store.database["Record"].update_one(sampled, {"$set": {"min_version": 9 if is_adopted else None}})
+    if is_adopted:
+        await store.attempts.release(claim)
+    else:
+        await store.attempts.begin_anew(claim, Failure(kind="replay", message="it differs"))
+    running = asyncio.create_task(Setting(store, router=engine, agent_name="single_turn", cut_after=2).run())
+    async with asyncio.timeout(60):
+        if not is_adopted:
+            await engine.waiting.wait()
+            await asyncio.sleep(0.3)
+            engine.released.set()
+        await running
+    group = await store.tasks.get("train/0/a")
+    assert group is not None
+    assert [slot.status for slot in group.slots] == [SlotStatus.FAILED if is_adopted else SlotStatus.SCORED]
 
 
 async def scored(store: Store, count: int) -> None:

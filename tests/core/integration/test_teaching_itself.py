@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -188,6 +189,51 @@ async def test_a_filler_that_is_stopped_between_two_versions_is_followed_by_anot
     assert await store.columns.waiting(VERSION_LOGPROBS) == {"": 2}
     monkeypatch.setattr(module.VersionLogprobs, "_load", plain)
     assert await teach(configs) == 2
+    assert await finalize(store) == 1
+
+
+DIES = """
+import os, signal, sys
+from agentrl.weights import local_copy
+change = local_copy._change_tensor
+def change_one(*arguments):
+    change(*arguments)
+    os.kill(os.getpid(), signal.SIGKILL)
+local_copy._change_tensor = change_one
+from agentrl.cli.main import main
+main(sys.argv[1:])
+"""
+"""``agentrl`` in a process that is killed when it has changed the first tensor of its copy."""
+
+
+async def test_two_fillers_of_a_host_have_two_copies_and_heal_that_of_a_killed_one(
+    store: Store, configs: Configs, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {"model_name_or_path": base, "lease_seconds": 1, "teacher_concurrency": 1}
+    words = [f"--{name}={value}" for name, value in (vars(configs[RunConfig]) | flags).items() if value]
+    killed = await asyncio.create_subprocess_exec(sys.executable, "-c", DIES, "teach", "--self", *words)
+    assert await asyncio.wait_for(killed.wait(), 60) == -signal.SIGKILL
+    folder = tmp_path / ".agentrl" / "weights" / store.run_name
+    half = json.loads((folder / "old_logprobs" / "state.json").read_text())
+    assert (half["version"], half["applying"]) == (1, [2])
+
+    plain, both = module.VersionLogprobs._load, asyncio.Barrier(2)
+
+    async def meet(values: Any, version: PolicyVersion) -> None:
+        if version.id == 2:
+            await asyncio.wait_for(both.wait(), 30)
+        await plain(values, version)
+
+    monkeypatch.setattr(module.VersionLogprobs, "_load", meet)
+    one = configs.with_flags({"teacher_concurrency": 1})
+    assert await asyncio.gather(teach(one), teach(one)) == [1, 1]
+    models = [folder / name / "model" / "model.safetensors" for name in ("old_logprobs", "old_logprobs-2")]
+    weights = [load_file(model) for model in models]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    at = {1: logprobs_at(base), 2: logprobs_at(base, weights[0])}
+    expected = [at[version][place] for place, version in enumerate(VERSIONS)]
+    (column,) = (await read_columns(store.connection, [f"{TASK}/0/1"]))[f"{TASK}/0/1"]
+    np.testing.assert_allclose(np.frombuffer(column.values, "<f4"), expected, atol=1e-5)
     assert await finalize(store) == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from waiting import until
 from agentrl.config.schema import RunConfig
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.record import Failure, Record
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import DataStatus, RecordStatus, StepStatus, TaskStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import TrainStep
@@ -271,9 +273,21 @@ async def test_sigterm_saves_and_the_same_command_goes_on(run: Run) -> None:
         code, output = process.wait(60)
     assert code == 0, output
     assert (run.output / "checkpoint-000003" / "state.json").is_file()
+    newest = await newest_version(run)
+    shutil.rmtree(newest.location)  # engines would serve older weights, for which samplers begin nothing
     code, output = run.train("--max_steps", "3")
     assert code == 0, output
     assert len(await steps_of(run)) == 3
+    again = await newest_version(run)
+    assert (again.id, again.step) == (newest.id + 1, 3)
+    verify(again.location, again.files)
+
+
+async def newest_version(run: Run) -> PolicyVersion:
+    async with await run.open() as store:
+        newest = await store.policy_versions.latest()
+    assert newest is not None
+    return newest
 
 
 async def has_steps(run: Run, count: int) -> None:

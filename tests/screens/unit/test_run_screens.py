@@ -128,8 +128,18 @@ def test_what_went_on_in_another_process_is_summed_up() -> None:
     assert "continued" not in _printed(_status())
 
 
+def test_samplers_that_do_not_run_have_their_state_in_each_screen() -> None:
+    states = {"a-1": "running", "b-2": "draining", "c-3": "draining", "d-4": "dead"}
+    run = snapshot(liveness={"claims": {"a-1": 3, "b-2": 2}, "sampler_states": states})
+    assert "2 with 5 claims: a-1 (3), b-2 (2, draining); 1 dead, 2 draining" in _printed(run)
+    assert status_json(run, output_free=None)["sampler_states"] == states
+    assert "samplers: 2, with 5 claims, 1 dead, 2 draining" in run.liveness.describe()
+    drained = snapshot(liveness={"claims": {}, "sampler_states": {"b-2": "asked to drain"}})
+    assert "; 1 asked to drain" in " ".join(_printed(drained).split())
+
+
 def test_an_empty_run_has_a_screen() -> None:
-    nobody = {"claims": {}, "engines": (), "outages": (), "last_claim": None}
+    nobody = {"claims": {}, "sampler_states": {}, "engines": (), "outages": (), "last_claim": None}
     page = _printed(_status(steps=[], tasks={}, failures=[], lease=TrainerLease(), liveness=nobody))
     assert "demo  empty" in page
     assert "no optimizer step yet" in page
@@ -164,8 +174,8 @@ def test_activities(
 def test_the_json_has_every_key_and_no_number_that_json_lacks() -> None:
     value = json.loads(json.dumps(status_json(_status(), output_free=5), allow_nan=False))
     keys = (
-        "run_name at activity steps rates queues trainer ended samplers last_claim engines outages failures"
-        " parent children versions disk output_free state findings continued"
+        "run_name at activity steps rates queues trainer ended samplers sampler_states last_claim engines"
+        " outages failures parent children versions disk output_free state findings continued"
     )
     assert set(value) == set(keys.split())
     assert value["steps"][0]["metrics"] == {"tokens_per_second": 1234.5, "kl_k3": None}
@@ -334,7 +344,7 @@ def test_the_state_of_a_run_is_tables() -> None:
     assert rows(page, "eval ") == [["eval", "20,000", "17,800", "0.89"]]
     assert rows(page, "order ") == [["order", "9", "6", "0.67", "40", "30", "0.75", "0.90"]]
     assert rows(page, "pass_rate ") == [["pass_rate", "4", "0", "0.00", "0", "0", "–", "0.00"]]
-    assert rows(page, "host-1") == [["host-1", "3"]]
+    assert rows(page, "host-1") == [["host-1", "3", "–"]]
     assert rows(page, "http://127.0.0.1:4000")[0][1:5] == ["local", "ready", "7", "3"]
     assert rows(page, "http://127.0.0.1:4001")[0][1:4] == ["sglang", "dead", "–"]
     assert "4002" not in page
@@ -363,9 +373,9 @@ def test_what_is_wrong_comes_first() -> None:
 def test_the_json_has_every_key() -> None:
     details = RunDetails(groups=(), data=(), lengths=(), prompts=(), environments=(), versions=(), steps=())
     keys = (
-        "run_name tasks records failures continued groups data lengths prompts samplers outages past_outages"
-        " waiting_for_score engines versions steps settings configurations environments evaluations at"
-        " state findings parent children"
+        "run_name tasks records failures continued groups data lengths prompts samplers sampler_states"
+        " outages past_outages waiting_for_score engines versions steps settings configurations environments"
+        " evaluations at state findings parent children"
     )
     value = json.loads(json.dumps(tables_json(snapshot(), details), allow_nan=False))
     assert set(value) == set(keys.split())

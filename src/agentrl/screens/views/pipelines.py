@@ -472,9 +472,15 @@ _SLOT_OF_RECORD: Json = {
 }  # fmt: skip
 
 _GIVEN_UP: Json = {
-    "$cond": [
-        {"$eq": ["$failure.kind", "poison"]}, "given up: it kills its samplers", "given up: no attempts left",
-    ]
+    "$switch": {
+        "branches": [
+            {"case": {"$eq": ["$failure.kind", kind]}, "then": f"given up: {why}"}
+            for kind, why in (
+                ("poison", "it kills its samplers"), ("replay", "its tools cannot be restored"),
+            )
+        ],
+        "default": "given up: no attempts left",
+    }
 }  # fmt: skip
 
 FAILURES: list[Json] = [

@@ -159,7 +159,7 @@ RELEASED: Json = {
     **FREE, "status": SlotStatus.OPEN.value, "released": {"$add": [{"$ifNull": ["$$slot.released", 0]}, 1]},
 }  # fmt: skip
 """The fields of a slot whose attempt ends without a fault of its own: the next claim goes on with it."""
-ANEW: Json = {"begun": None, "deaths": 0, "died_at": None}
+ANEW: Json = {"begun": None, "deaths": 0, "died_at": None, "restarts": 0}
 """The fields of a slot whose next claim begins a new Record."""
 REOPENED: Json = {
     **FREE, **ANEW, "status": SlotStatus.OPEN.value, "released": "$$slot.attempt", "not_before": None,

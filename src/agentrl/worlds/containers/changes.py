@@ -31,9 +31,10 @@ _LIST: Final = (
     f' -exec stat -c "{_MARK}%f|%u|%g|%s|%i|%z|%n" {{}} +'
 )
 _PACK: Final = (
-    f"rm -rf {_STAGE}; mkdir -m 700 {_STAGE} && ulimit -f $1 &&"
+    f"rm -rf {_STAGE}; mkdir -m 700 {_STAGE} || exit; ulimit -f $1 2>/dev/null;"
     f" exec tar --no-recursion -cf {_STAGE}/{_CHANGES} -C / -T -"
 )
+"""A container whose own limit is lower keeps it: it cannot be raised."""
 _CLEAR: Final = f"rm -rf {_STAGE}"
 _DELETE: Final = 'while IFS= read -r name; do rm -rf -- "/$name"; done'
 _ROOT: Final = "0"

@@ -38,12 +38,14 @@ from tiny_models import AGES, tiny_model
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import AdapterConfig, MemoryConfig, OptimConfig, TrainConfig
+from agentrl.config.training import VERSION_LOGPROBS
 from agentrl.data.planner import PrefixMerging, build_micro_batches
 from agentrl.distributed.build_policy import compile_layers
 from agentrl.distributed.mesh import build_mesh, leave_processes, plan_layout
 from agentrl.distributed.parallel_model import ParallelModel, parallelize
 from agentrl.distributed.pipeline_stages import tied_weight
 from agentrl.documents.model_call import ExpertShape
+from agentrl.documents.record import TokenColumns
 from agentrl.documents.training import DBRecordData
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import Precision
@@ -95,6 +97,8 @@ class Case:
     products: str = "float32"
     whole_steps: bool = False
     """Make two passes of GSPO against recomputed logprobs: it reads whole trajectories, which ranks split."""
+    at_version: bool = False
+    """Take π_old from the column of ``--old_logprobs version``."""
 
 
 CASES = {
@@ -134,6 +138,11 @@ CASES = {
     "pp2×ep2": Case(4, TrainConfig(pp_size=2, ep_size=2), model="qwen3_moe"),
     "pp2×cp2": Case(4, TrainConfig(pp_size=2, cp_size=2), tied=True),
     "pp2×tp2": Case(4, TrainConfig(pp_size=2, tp_size=2), tied=True, resumed=TrainConfig(pp_size=2)),
+    "fsdp2_version": Case(2, TrainConfig(), at_version=True),
+    "tp2_version": Case(2, TrainConfig(tp_size=2), at_version=True),
+    "cp2_version": Case(2, TrainConfig(cp_size=2), at_version=True),
+    "ep2_version": Case(2, TrainConfig(ep_size=2), model="qwen3_moe", at_version=True),
+    "pp2_version": Case(2, TrainConfig(pp_size=2), at_version=True),
 }
 
 
@@ -151,7 +160,8 @@ def build_trainer(
         replay = install_replay(model.model)
     # Rounding decides on which side of a bound a token is: without one.
     gspo = {"loss_calculater": "GSPO", "old_logprobs": "recompute", "epsilon": 0.2}
-    loss = gspo if case.whole_steps else {}
+    at_version = {"old_logprobs": "version", "importance_correction": "tis:8"}
+    loss = gspo if case.whole_steps else at_version if case.at_version else {}
     # Steps with rounded gradients part from exact ones, the further the larger they are.
     config = OPTIM if case.products == "float32" else replace(OPTIM, learning_rate=OPTIM.learning_rate / 10)
     optimizer = build_optimizer(model.model, config, PLAIN if is_single else case.memory)
@@ -267,6 +277,8 @@ def largest_deviations(case: Case, folder: Path) -> dict[str, float]:
     )
     adapter = add_adapter(model, LORA, Path(), None) if case.lora else None
     single, single_adapter = copy.deepcopy((model, adapter))
+    if case.at_version:
+        check_age_0(model, case)
     alone = build_trainer(ParallelModel(single), case, single_adapter)
     start = None
     if case.products != "float32":
@@ -288,6 +300,43 @@ def largest_deviations(case: Case, folder: Path) -> dict[str, float]:
     return worst
 
 
+def check_age_0(model: Any, case: Case) -> None:
+    """Check that a step on data of age 0 is that of ``recompute``, bit for bit, whatever the column has."""
+    ways = [build_parallel(copy.deepcopy(model), case) for _ in range(2)]
+    ways[1] = replace(ways[1], settings=replace(ways[1].settings, old_logprobs="recompute"))
+    data = with_versions(step_data(0))
+    version, recompute = (trainer.train(data, dict.fromkeys(AGES, 0)).metrics for trainer in ways)
+    assert all(version[key] == recompute[key] for key in ("loss", "grad_norm", "kl_k3"))
+    found, expected = map(whole_weights, ways)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def with_versions(data: Sequence[DBRecordData], filler: PolicyTrainer | None = None) -> list[DBRecordData]:
+    """Return ``data`` with the column ``version_logprobs``, the same on every rank; −1 without a filler.
+
+    A filler computes it in one process, as ``agentrl teach --self`` does. Tokens of age 1 get other values
+    than those of its weights, each its own, so that one in the wrong place shows.
+    """
+    values = [np.full(item.trainable_tokens, -1.0, np.float32) for item in data]
+    if filler is not None and dist.get_rank() == 0:
+        forests = FrozenLogprobs(start=True).attach(filler.model, filler.pack(data), filler.options)
+        for forest in forests:
+            assert forest.start_logprob is not None
+            shift = forest.age * np.linspace(0.1, 0.6, len(forest.age), dtype=np.float32)
+            for number, own in enumerate(values):
+                here = forest.trajectory[forest.row] == number
+                own[forest.label[here]] = (forest.start_logprob - shift)[here]
+    sent = [values]
+    dist.broadcast_object_list(sent)
+    filled = []
+    for item, own in zip(data, sent[0], strict=True):
+        columns = TokenColumns.unpack(item.columns, item.trainable_tokens)
+        assert columns is not None
+        columns = replace(columns, values={**columns.values, VERSION_LOGPROBS: own})
+        filled.append(replace(item, columns=columns.pack()))
+    return filled
+
+
 def check_steps(ranks: int) -> None:
     """Check that the steps have several rounds, split trajectories, and ranks without work."""
     large, small = (
@@ -303,12 +352,14 @@ def compare_step(alone: PolicyTrainer, together: PolicyTrainer, step: int) -> di
     """Return a step's deviations: relative of loss and gradient norm, absolute of single tokens, in nats.
 
     They are 0 on other ranks than 0. Only rank 0 also trains as one process. Both must train all of the data
-    and report the same metrics.
+    and report the same metrics. With ``--old_logprobs version`` ``gap`` is the difference of the filler's
+    logprobs and the layout's own.
     """
-    data = step_data(step)
+    is_filled = together.settings.old_logprobs == "version"
+    data = with_versions(step_data(step), alone) if is_filled else step_data(step)
     result = together.train(data, AGES)
     if dist.get_rank() != 0:
-        return {"loss": 0.0, "grad_norm": 0.0, "tokens": 0.0}
+        return {"loss": 0.0, "grad_norm": 0.0, "tokens": 0.0} | ({"gap": 0.0} if is_filled else {})
     single = alone.train(data, AGES)
     found, expected = result.metrics, single.metrics
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
@@ -318,6 +369,8 @@ def compare_step(alone: PolicyTrainer, together: PolicyTrainer, step: int) -> di
     assert (expected.get("router_replayed", 0) > 0.7) == (alone.replay is not None)
     is_exact = together.model.products == torch.float32
     worst = {key: abs(found[key] - expected[key]) / abs(expected[key]) for key in ("loss", "grad_norm")}
+    if is_filled:
+        worst["gap"] = found["version_gap"]
     differences = compare_tokens(data, single.tokens, result.tokens)
     return worst | {"tokens": float(differences.max() if is_exact else differences.mean())}
 

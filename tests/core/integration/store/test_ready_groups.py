@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -11,6 +12,7 @@ import pytest
 from made_documents import open_task
 from ready_data import statuses
 from training_data import group, sampled_by
+from waiting import until
 
 from agentrl.data.stream import DataStream, Freshness, StepData, StreamSettings
 from agentrl.documents.run import PolicyVersion
@@ -117,6 +119,24 @@ async def test_setting_a_group_aside_goes_on_where_it_was_interrupted(store: Sto
     await change(store, [second], status=DataStatus.STALE.value)
     assert await store.training.mark_stale("train", StaleVersions(((0, 1),))) == 3
     assert await store.training.mark_stale("train", StaleVersions(((0, 1),))) == 0
+
+
+@pytest.mark.parametrize("policy", ["drop", "mask"])
+async def test_a_group_that_is_too_old_when_it_ends_keeps_no_other_from_beginning(
+    store: Store, policy: str
+) -> None:
+    await add(store, "stale", order=0, minute=0, versions=[[0]])
+    waiting = asyncio.create_task(take(store, 4, policy=policy))
+    await until(lambda: is_stale(store, 1))
+    await add(store, "ends_late", order=1, minute=1, versions=[[0], [1]])
+    await until(lambda: is_stale(store, 3), 10)
+    assert await store.groups.count_open("train") == 0
+    fresh = await add(store, "fresh", order=2, minute=2, versions=[[3]])
+    assert [item.id for item in (await waiting).data] == fresh
+
+
+async def is_stale(store: Store, count: int) -> bool:
+    return (await statuses(store))[DataStatus.STALE] == count
 
 
 async def test_masking_leaves_out_what_would_train_nothing(store: Store) -> None:

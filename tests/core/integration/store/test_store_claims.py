@@ -519,10 +519,32 @@ async def test_a_trajectory_that_begins_anew_between_deaths_is_poison_too(store:
         if death < claims.POISON_DEATHS - 1:
             next_owner = await take_one(store)
             await store.records.create(next_owner)
-            await store.attempts.release(next_owner, restart=True)
+            await store.attempts.begin_anew(next_owner, Failure(kind="replay", message="differs"))
             assert (await slot_of(store, dead)).begun is None
     assert (await slot_of(store, dead)).status is SlotStatus.FAILED
     assert [record.id for record in await failures(store, dead.task.id)] == [dead.record_id]
+
+
+async def test_a_slot_fails_when_its_trajectories_have_begun_anew_three_times_in_a_row(store: Store) -> None:
+    await store.tasks.load(make_tasks(1, generations=1))
+    why = Failure(kind="replay", message="python answered otherwise")
+    for status in (SlotStatus.OPEN, SlotStatus.OPEN, SlotStatus.FAILED):
+        await store.attempts.release(await take_one(store))
+        claim = await take_one(store)
+        await store.records.create(claim)
+        assert await store.attempts.begin_anew(claim, why) is status
+        with pytest.raises(LeaseLostError):
+            await store.attempts.begin_anew(claim, why)
+    slot = await slot_of(store, claim)
+    assert (slot.attempt - slot.released, slot.begun, slot.restarts) == (0, None, 3)
+    first, second, last = await store.records.by_task(claim.task.id)
+    assert [record.owners[-1].ended for record in (first, second)] == ["restarted"] * 2
+    assert last.failure is not None
+    assert (last.failure.kind, last.status) == ("replay", RecordStatus.FAILED)
+    assert last.failure.message == "began anew 2 times, and cannot again: python answered otherwise"
+    assert await store.groups.waiting("train") == [claim.task.id]
+    assert await store.claims.reopen_failed("train") == 1
+    assert (await slot_of(store, claim)).restarts == 0
 
 
 async def test_a_group_waits_exactly_once_when_its_last_scores_race(store: Store) -> None:

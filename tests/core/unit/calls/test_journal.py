@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -250,6 +251,16 @@ async def test_a_value_that_came_back_stays_with_the_call_that_is_made_instead()
     assert third.dropped == []
 
 
+async def test_a_slow_function_does_not_hold_the_event_loop() -> None:
+    going = threading.Event()
+
+    async def agent(rollout: Rollout) -> Outcome:
+        rollout.loop.call_later(0.01, going.set)
+        return Outcome(StopReason.ANSWERED, str(await rollout.once("slow", lambda: going.wait(10))))
+
+    assert (await Trajectory("a").run(agent)).final_answer == "True"
+
+
 @pytest.mark.parametrize("value", [b"x" * 2**21, ["y" * 2**20]])
 async def test_once_keeps_no_large_value(value: Any) -> None:
     async def agent(rollout: Rollout) -> Outcome:
@@ -372,6 +383,49 @@ async def test_a_tool_that_ends_after_its_call_was_closed_leaves_it_as_it_is_sto
     await trajectory.run(agent)
 
 
+async def calls_tools_apart(rollout: Rollout) -> Outcome:
+    """Runs a tool by its own code, and one of an answer whose conversation has gone on."""
+    message, _ = await rollout.complete([QUESTION], rollout.schemas)
+    of_tool = message["tool_calls"][0]
+    told = {"role": "tool", "content": "it is late", "tool_call_id": of_tool["id"]}
+    found = [await rollout.call_tool("", "add", {"a": number, "b": 2}) for number in (5, 6)]
+    await rollout.complete([QUESTION, message, told], rollout.schemas)
+    found.append(await rollout.call_tool(of_tool["id"], "add", of_tool["function"]["arguments"]))
+    return Outcome(StopReason.ANSWERED, str([text for text, _ in found]))
+
+
+@pytest.mark.parametrize("known", [0, 1, 2])
+async def test_tool_runs_of_no_open_call_come_back(known: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed = []
+
+    async def replay(_: FakeSession, executions: Sequence[ToolExecution]) -> None:
+        replayed.extend(executions)
+
+    monkeypatch.setattr(FakeSession, "replay", replay)
+    first = Trajectory(ADD, ANSWER)
+    answer = (await first.run(calls_tools_apart)).final_answer
+    assert [[event.name for event in call.events] for call in first.calls] == [["tool"] * 2, ["tool"]]
+    assert [call.tool_executions for call in first.calls] == [(), ()]
+    second = Next(read_again(first.calls[:known]), *[ADD, ANSWER][known:], "never")
+    assert (await second.run(calls_tools_apart)).final_answer == answer == "['7', '8', '3']"
+    come_back = (0, 2, 3)[known]
+    assert len(second.tools.calls) == 3 - come_back
+    assert second.rollout.tool_calls == 3
+    assert [each.arguments for each in replayed] == [
+        {"a": number, "b": 2} for number in (5, 6, 1)[:come_back]
+    ]  # fmt: skip
+
+
+async def test_a_tool_with_effects_is_refused_where_no_call_can_say_that_it_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FakeSession, "state_of", lambda *_: ToolState.OUTSIDE)
+    trajectory = Trajectory(ADD, ANSWER)
+    with pytest.raises(TrajectoryError, match="the tool add is declared 'outside', and was called for no"):
+        await trajectory.run(calls_tools_apart)
+    assert trajectory.tools.calls == []
+
+
 @pytest.mark.parametrize("known", [3, 4])
 async def test_parallel_branches_may_ask_in_another_order(known: int) -> None:
     slow = "A"
@@ -452,6 +506,41 @@ async def test_times_of_once_are_those_that_are_read_again() -> None:
     second = Next(read_again(first.calls), "never")
     await second.run(agent)
     assert second.dropped == []
+
+
+async def test_tools_of_parallel_roles_are_replayed_in_the_order_in_which_they_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replayed = []
+
+    async def replay(_: FakeSession, executions: Sequence[ToolExecution]) -> None:
+        replayed.extend(each.arguments["a"] for each in executions)  # type: ignore[index]
+
+    monkeypatch.setattr(FakeSession, "replay", replay)
+    is_slow = True
+
+    async def agent(rollout: Rollout) -> Outcome:
+        async def play(name: str) -> None:
+            role = rollout.role(name)
+            for _ in range(2):
+                turn = await role.generate()
+                if is_slow and name == "a":
+                    await asyncio.sleep(0.02)
+                await role.call_tools(turn)
+
+        await asyncio.gather(play("a"), play("b"))
+        return Outcome(StopReason.ANSWERED, "3")
+
+    first = Trajectory(*(ADD.replace("1", str(number)) for number in range(10, 14)))
+    await first.run(agent)
+    before = sorted(first.calls, key=lambda call: call.index)
+    runs = [execution for call in before for execution in call.tool_executions]
+    is_slow = False
+    second = Next(before, "never")
+    await second.run(agent)
+    ordered = sorted(runs, key=lambda run: run.started_at or now())
+    assert ordered != runs
+    assert replayed == [run.arguments["a"] for run in ordered]  # type: ignore[index]
 
 
 async def test_parallel_questions_get_their_own_values_again() -> None:

@@ -46,6 +46,7 @@ async def run(tools: Together, *names: str) -> tuple[list[Any], Any]:
         response={"tool_calls": [{"id": f"call{place}"} for place in range(len(names))]},
         executions=[],
         refuse=lambda problem: f"Error: {problem}",
+        has_run=lambda call: False,
     )
 
     async def run_one(call: ToolCall) -> ToolExecution:
@@ -54,7 +55,7 @@ async def run(tools: Together, *names: str) -> tuple[list[Any], Any]:
         return execution
 
     try:
-        return await run_tool_calls(cast(Turn, turn), cast(Tools, tools), OLD, run_one), turn
+        return await run_tool_calls(cast(Turn, turn), OLD, tools.list, run_one), turn
     except ToolServerError as error:
         return [error], turn
 

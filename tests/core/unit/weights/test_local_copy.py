@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from published_chain import Chain, random_weights
@@ -248,6 +249,62 @@ async def test_an_evaluation_gets_the_version_that_it_wants_or_none(chain: Any, 
     (chain.root / "v000003" / "rank-0.delta").unlink()
     with pytest.raises(PublishError, match=r"v000003/rank-0\.delta"):
         await bring(copy, chain, 4)
+
+
+async def test_processes_that_want_exact_versions_have_their_own_copies(chain: Any, tmp_path: Path) -> None:
+    """On one copy each would undo what the other has brought, and neither might ever hold its version."""
+    one, other = (LocalCopy(tmp_path / "copy", is_exact=True) for _ in range(2))
+    for first, second in ((4, 2), (3, 6), (2, 4)):
+        held = await asyncio.gather(
+            one.hold(chain, chain.versions[first]), other.hold(chain, chain.versions[second])
+        )
+        assert [version.id for version, _ in held] == [first, second]
+        assert held_digest(one) == chain.versions[first].digest
+        assert held_digest(other) == chain.versions[second].digest
+    assert {one.folder, other.folder} == {tmp_path / name / "model" for name in ("copy", "copy-2")}
+    one.release()
+    third = LocalCopy(tmp_path / "copy", is_exact=True)
+    assert (await third.hold(chain, chain.versions[2]))[0].id == 2
+    assert third.folder == one.folder
+    (chain.root / "v000003" / "rank-0.delta").unlink()
+    with pytest.raises(PublishError, match=r"v000003/rank-0\.delta"):
+        await third.hold(chain, chain.versions[4])
+    assert (await one.hold(chain, chain.versions[2]))[1] == str(third.folder)  # whoever fails gives it back
+    one.release()
+    other.release()
+
+
+def test_the_copy_of_a_killed_process_is_the_next_ones(tmp_path: Path) -> None:
+    """The killed one was at any point of a write; a second process has its own copy all the while."""
+    chance, chain = random.Random(5), cast("Any", Chain(tmp_path / "published"))
+    weights = random_weights(chance)
+    for base in (None, *range(1, 8)):
+        chain.publish(weights, base)
+        weights = {name: tensor + 1 for name, tensor in weights.items()}
+    for number in range(6):
+        root = tmp_path / str(number)
+        child = os.fork()
+        if child == 0:
+            copy = LocalCopy(root / "copy", is_exact=True)
+            for place in itertools.cycle((*range(2, 9), 3, 6)):
+                asyncio.run(copy.hold(chain, chain.versions[place]))
+        try:
+            deadline = time.monotonic() + 30
+            while not (root / "copy" / "state.json").exists() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            beside = LocalCopy(root / "copy", is_exact=True)
+            assert asyncio.run(beside.hold(chain, chain.versions[5]))[1] == str(root / "copy-2" / "model")
+            time.sleep(chance.uniform(0, 0.06))
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        for wanted in (7, 2):
+            after = LocalCopy(root / "copy", is_exact=True)
+            assert asyncio.run(after.hold(chain, chain.versions[wanted]))[1] == str(root / "copy" / "model")
+            assert held_digest(after) == chain.versions[wanted].digest
+            after.release()
+        assert held_digest(beside) == chain.versions[5].digest
+        beside.release()
 
 
 async def test_adapters_are_copied_beside_and_the_oldest_ones_go(chain: Any, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from db_command import Db, agentrl_db, violations
 from ready_data import statuses
 
 from agentrl.config.schema import RunConfig
+from agentrl.documents.record import Failure
 from agentrl.documents.status import DataStatus
 from agentrl.errors import ConfigError, StoreError
 from agentrl.lab.deletion import Pruned, Retention
@@ -77,9 +78,10 @@ async def test_what_the_next_owner_goes_on_with_stays(store: Store) -> None:
     await run.add_task(store, run.RUNNING, 0)
     kept = await run.claim(store)
     gone = await run.claim(store)
-    for claim, restart in ((kept, False), (gone, True)):
+    for claim in (kept, gone):
         await store.model_calls.add(claim, run.call(claim, 0, 0, 2))
-        await store.attempts.release(claim, restart=restart)
+    await store.attempts.release(kept)
+    await store.attempts.begin_anew(gone, Failure(kind="replay", message="x"))
     assert (await prune(store, older_than_days=0)).trajectories == 1
     assert await with_calls(store) == {kept.record_id}
     again = await run.claim(store)

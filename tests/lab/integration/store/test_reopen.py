@@ -14,6 +14,8 @@ from agentrl.documents.record import Failure
 from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Task, task_key
 from agentrl.documents.training import TrainStep
+from agentrl.errors import FailureError
+from agentrl.lab.db_cli import KINDS
 from agentrl.lab.regroup import Blocker, Reopening
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store
@@ -45,17 +47,18 @@ async def task_of(store: Store, key: str = GROUP) -> Task:
     return task
 
 
+@pytest.mark.parametrize("kind", ["tool", "harness", "poison"])
 async def test_only_slots_of_that_failure_open_with_all_their_attempts(
-    store: Store, tmp_path: Path, db: Db
+    store: Store, tmp_path: Path, db: Db, kind: str
 ) -> None:
     await run.publish(store, tmp_path, 0, step=0, train_step=None)
-    await group_of(store, "tool", "engine")
+    await group_of(store, kind, "engine")
     assert "would be reopened: 1 slots of 1 groups, 0 of" in await db(
-        "reopen", "--failure-kind", "tool", "--dry_run"
+        "reopen", "--failure-kind", kind, "--dry_run"
     )
     assert (await task_of(store)).status is TaskStatus.WAITING
     assert "reopened: 1 slots of 1 groups, 0 of which had been finalized" in await db(
-        "reopen", "--failure_kind", "tool"
+        "reopen", "--failure_kind", kind
     )
     task = await task_of(store)
     assert [slot.status for slot in task.slots[:2]] == [SlotStatus.OPEN, SlotStatus.FAILED]
@@ -115,3 +118,12 @@ async def test_a_group_whose_calls_were_pruned_stays(store: Store, tmp_path: Pat
     await db("prune", "--older_than_days", "0")
     assert "left as they are: 1 groups (pruned)" in await db("reopen")
     assert "reopened: 0 slots" in await db("reopen", "--failure_kind", "scorer")
+
+
+def test_every_kind_of_failure_can_be_named() -> None:
+    kinds, errors = {"timeout", "poison"}, [FailureError]
+    while errors:
+        error = errors.pop()
+        errors += error.__subclasses__()
+        kinds.add(error.kind)
+    assert kinds <= set(KINDS)

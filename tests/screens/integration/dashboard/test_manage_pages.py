@@ -89,6 +89,7 @@ async def test_a_sampler_is_drained(
     text = (await client.get(page)).text
     assert "asked to drain" in text
     assert ">Drain</button>" not in text
+    assert "1 asked to drain" in (await client.get(f"/runs/{run_config.run_name}")).text
     gone = await client.post(page, data={**form, "sampler": "other"}, headers=OWN)
     assert (gone.status_code, "no sampler" in gone.text) == (409, True)
 

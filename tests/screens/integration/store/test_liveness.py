@@ -42,7 +42,10 @@ async def test_samplers_are_alive_while_they_hold_claims(store: Store) -> None:
         await store.records.create(claim)
     await asyncio.sleep(0.05)
     assert "samplers: 1, with 2 claims" in await described(store)
-    assert (await SnapshotReader(store).read()).liveness.claims == {"one": 2}
+    await store.samplers.beat("one", host="node1", pid=7, is_draining=True)
+    assert "samplers: 1, with 2 claims, 1 draining" in await described(store)
+    liveness = (await SnapshotReader(store).read()).liveness
+    assert (liveness.claims, liveness.sampler_states) == ({"one": 2}, {"one": "draining"})
     await store.database["Task"].update_many({}, {"$set": {"slots.$[].lease_expires_at": ENGINE.started_at}})
     assert "no sampler holds a claim, the last one began" in await described(store)
 

@@ -17,6 +17,7 @@ from test_store_training import finalized, make_step
 
 from agentrl.columns.pool import host_of
 from agentrl.documents.document import Root
+from agentrl.documents.record import Failure
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import DataStatus, StepStatus
 from agentrl.documents.training import TrainStep
@@ -65,7 +66,7 @@ async def test_who_sampled_a_trajectory_is_a_row_each_and_summed_up(store: Store
     await store.model_calls.add(second, other)
     assert await store.model_calls.drop(second, 1) == 1
     restarted = await run.claim(store)
-    await store.attempts.release(restarted, restart=True)
+    await store.attempts.begin_anew(restarted, Failure(kind="replay", message="x"))
     found = await counts.continued()
     assert found == Continued(
         trajectories=1, released=1, turns=1, tokens=4, tool_seconds=0.5, diverged=1, dropped=1, restarted=1

@@ -121,6 +121,7 @@ def _tiles(run: RunSnapshot) -> list[_Tile]:
     last = run.steps[-1] if run.steps else None
     metrics: Mapping[str, Any] = last.metrics if last else {}
     records, claims = run.records.get(TRAIN, {}), sum(run.liveness.claims.values())
+    holders = (f"hold {claims:,}" if claims else "", run.liveness.not_running)
     running = sum(records.get(status.value, 0) for status in _WORKING)
     pass_rate = metrics.get("pass_rate")
     return [
@@ -130,7 +131,7 @@ def _tiles(run: RunSnapshot) -> list[_Tile]:
         _Tile("Since the last step", seconds_since_step(run), kind="duration"),
         _Tile("KL(μ‖π)", mean_of_last(run.steps, "kl_k3"), "last 5 steps"),
         _Tile("Tokens/s", mean_of_last(run.steps, "tokens_per_second"), "trainer"),
-        _Tile("Samplers", len(run.liveness.claims), f"hold {claims:,}" if claims else ""),
+        _Tile("Samplers", len(run.liveness.claims), ", ".join(filter(None, holders))),
         _Tile("Engines", len(run.liveness.live_engines), "alive"),
         _Tile("Trajectories", sum(records.values()), f"{running:,} running"),
         _Tile("Wait for a score", run.liveness.waiting_for_score),
