@@ -27,6 +27,7 @@ from agentrl.store.mechanics.connection import (
     database_call,
 )
 from agentrl.store.mechanics.lease import after
+from agentrl.store.records import WITHOUT_BRANCHES
 
 SEEN_SECONDS = 600.0
 """An evaluation whose process has not written for this long keeps no weights."""
@@ -110,7 +111,9 @@ class Evaluations(Repository):
     async def tasks(self, split: str, default_agent: str, right_threshold: float) -> list[EvaluatedTask]:
         """Return the scores and the usage of every task of an evaluation, in order."""
         of_task: dict[str, list[Json]] = defaultdict(list)
-        async for record in self._collection(RECORD).find({"split": split}, RECORD_FIELDS):
+        async for record in self._collection(RECORD).find(
+            {"split": split, **WITHOUT_BRANCHES}, RECORD_FIELDS
+        ):
             of_task[record["task"]].append(record)
         return [
             evaluated_task(task, of_task[task.id], default_agent, right_threshold)

@@ -319,6 +319,8 @@ async def queue_sampled(connection: Connection, claims: Sequence[Claim]) -> froz
     return frozenset(ids)
 
 
+WITHOUT_BRANCHES: Json = {"$nor": [{"status": RecordStatus.RELEASED.value, "owners": []}]}
+"""Filter without the branches that divergences dropped: they begin with calls that are counted already."""
 RELEASED, LEASE, RESTARTED = "released", "lease", "restarted"
 """Why an ownership ended before its trajectory (``Ownership.ended``)."""
 

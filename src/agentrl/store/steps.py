@@ -40,6 +40,7 @@ from agentrl.store.mechanics.connection import (
     database_call,
 )
 from agentrl.store.policy_versions import fenced
+from agentrl.store.records import WITHOUT_BRANCHES
 
 Spans = Literal["any", "all"]
 
@@ -248,7 +249,8 @@ class Training(Repository):
     async def prefix_cache_hit_rate(self, tasks: Sequence[str]) -> float | None:
         """Return the fraction of prompt tokens of the Records of ``tasks`` that engines had cached."""
         sums = {"_id": None, "input": {"$sum": "$input_tokens"}, "cached": {"$sum": "$cached_tokens"}}
-        groups = await self._aggregate(RECORD, {"$match": {"task": {"$in": list(tasks)}}}, {"$group": sums})
+        query = {"task": {"$in": list(tasks)}, **WITHOUT_BRANCHES}
+        groups = await self._aggregate(RECORD, {"$match": query}, {"$group": sums})
         return float(groups[0]["cached"] / groups[0]["input"]) if groups and groups[0]["input"] else None
 
     @database_call

@@ -204,6 +204,9 @@ async def test_where_the_agent_goes_another_way_the_old_branch_is_kept_and_not_t
     assert [call.index for call in calls] == list(range(TURNS + 1))
     assert [call.attempt for call in calls] == [1, 1, 2, 2, 2]
     assert len(new.engine.prompts) == TURNS + 1 - 2
+    (used,) = await store.evaluations.tasks("train", "react", 0.5)
+    assert used.generated_tokens == record.generated_tokens, "the branch begins with calls of the trajectory"
+    assert used.input_tokens == record.input_tokens
 
 
 class Counting(FakeTools):

@@ -29,6 +29,7 @@ from agentrl.store.evaluations import RECORD_FIELDS, evaluated_task
 from agentrl.store.groups import UNFILLED
 from agentrl.store.mechanics.blobs import MARK, moved_fields
 from agentrl.store.mechanics.connection import COLUMN, EVALUATION, MODEL_CALL, RECORD, TASK, Json
+from agentrl.store.records import WITHOUT_BRANCHES
 
 SETTLED = frozenset({RecordStatus.SCORED, RecordStatus.READY, RecordStatus.ABANDONED})
 """A Record with a score."""
@@ -502,7 +503,7 @@ class OutsideTokensCheck(CheckSection):
 async def _problems(moment: ConsistentRead, evaluation: Json) -> list[CheckProblem]:
     split, name = evaluation["_id"], f"Evaluation {evaluation['_id']}"
     of_task: dict[str, list[Json]] = defaultdict(list)
-    async for record in moment.each(RECORD, {"split": split}, RECORD_FIELDS):
+    async for record in moment.each(RECORD, {"split": split, **WITHOUT_BRANCHES}, RECORD_FIELDS):
         of_task[record["task"]].append(record)
     means, rates, failed, scored = [], [], 0, 0
     tasks = await moment.find(TASK, {"split": split})

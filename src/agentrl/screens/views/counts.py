@@ -20,7 +20,7 @@ from agentrl.screens.views.read import Views
 from agentrl.store.epochs import ORDER
 from agentrl.store.gateways import Labels
 from agentrl.store.mechanics.connection import DATA, RECORD, TASK, VERSION, Json, Repository, database_call
-from agentrl.store.records import LEASE, RELEASED, RESTARTED
+from agentrl.store.records import LEASE, RELEASED, RESTARTED, WITHOUT_BRANCHES
 from agentrl.store.run_list import Disk, read_disk
 
 RATE_SECONDS = 300.0
@@ -200,7 +200,7 @@ class Counts(Repository):
         is_failed = {"$eq": ["$status", RecordStatus.FAILED.value]}
         groups = await self._aggregate(
             RECORD,
-            {"$match": {"created_at": {"$gte": at - timedelta(seconds=RATE_SECONDS)}}},
+            {"$match": {"created_at": {"$gte": at - timedelta(seconds=RATE_SECONDS)}, **WITHOUT_BRANCHES}},
             {"$sort": {"created_at": -1}},
             {"$limit": _RATE_RECORDS},
             {"$project": as_is("status", "score", "generated_tokens", "created_at")},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 from typing import Any
 
 import httpx2
@@ -134,13 +135,13 @@ async def test_a_template_that_shows_the_time_shows_that_of_the_own_trajectory(s
 
 async def test_what_an_agent_asked_once_is_the_same_for_the_next_owner(store: Store) -> None:
     """No model call takes it: a gateway, maybe of another process, stores them."""
-    asked: list[int] = []
+    numbers = count(1)
     waiting, stamps = asyncio.Event(), []
 
     async def stamped(rollout: Rollout) -> Outcome:
-        early = await rollout.once("stamp", lambda: asked.append(1) or len(asked))
+        early = await rollout.once("stamp", lambda: next(numbers))
         async with rollout.gateway() as endpoint:
-            late = await rollout.once("stamp", lambda: asked.append(2) or len(asked))
+            late = await rollout.once("stamp", lambda: next(numbers))
             stamps.append((early, late))
             await ask(endpoint, [{"role": "user", "content": f"{early} {late}"}])
             if not waiting.is_set():
@@ -163,9 +164,8 @@ async def test_what_an_agent_asked_once_is_the_same_for_the_next_owner(store: St
     assert await running
     await host.close()
     assert stamps == [(1, 2), (1, 2)]
-    assert asked == [1, 2]
-    record = await store.records.get(claim.record_id)
-    assert record is not None
+    assert next(numbers) == 3
+    (record,) = await store.records.by_task("train/0/t")
     assert [event.result for event in record.events] == [1, 2]
     assert (record.turns, record.dropped_calls) == (1, ())
 
