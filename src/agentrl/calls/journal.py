@@ -12,7 +12,7 @@ import asyncio
 import json
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -147,7 +147,13 @@ class Journal:
         Calls that are made now came after them, wherever they stand in the answer. Parallel ones are made
         again in the order of the answer, but for those that ended long before others.
         """
-        self.done += in_order(left)
+        in_order: list[ToolExecution] = []
+        for run in left:
+            place = len(in_order)
+            while place and _ended_before(run, in_order[place - 1]):
+                place -= 1
+            in_order.insert(place, run)
+        self.done += in_order
 
     def event(self, name: str, arguments: Any = None, own: Sequence[Event] = ()) -> Event | None:
         """Return the first event of this name with these arguments, and take it out.
@@ -215,19 +221,13 @@ def _is_parallel(calls: Sequence[DispatchedSamplingTask]) -> bool:
     )
 
 
-def in_order(runs: Iterable[ToolExecution | Event]) -> list[ToolExecution | Event]:
-    """Return tool runs and steps in their order, but for those that ended long before others."""
-    ordered: list[ToolExecution | Event] = []
-    for run in runs:
-        place = len(ordered)
-        while place and _ended_before(run, ordered[place - 1]):
-            place -= 1
-        ordered.insert(place, run)
-    return ordered
+def began(stored: ToolExecution | Event) -> tuple[int, float]:
+    """Return when a tool run or a step began: owners follow one another, whatever their clocks say."""
+    return stored.attempt or 0, 0.0 if stored.started_at is None else stored.started_at.timestamp()
 
 
-def _ended_before(run: ToolExecution | Event, other: ToolExecution | Event) -> bool:
-    """Return whether a run ended long before another, or under an earlier owner."""
+def _ended_before(run: ToolExecution, other: ToolExecution) -> bool:
+    """Return whether a tool run ended long before another of its turn, or under an earlier owner."""
     if run.attempt != other.attempt:  # owners follow one another, whatever their clocks say
         return (run.attempt or 0) < (other.attempt or 0)
     if run.started_at is None or other.started_at is None:
