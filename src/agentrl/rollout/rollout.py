@@ -594,6 +594,7 @@ class Rollout(Role):
         self._claim = claim
         self._gateway = gateway
         self._uses_gateway = False
+        self._asks_once = False
         self._environment = environment
         self.time_limit = time_limit
         """Bounds a block of the trajectory; the clock stands still while the trajectory is held."""
@@ -748,11 +749,13 @@ class Rollout(Role):
 
         Another process that goes on with the trajectory gets the same value without a call: ask this way for
         the time, for randomness and for anything outside that is no tool. The n-th question of a name gets
-        the n-th value. Raises TrajectoryError for a value of more than 1 MiB; others are stored as BSON. What
-        ``function`` raises is not stored.
+        the n-th value. Raises TrajectoryError for a value of more than 1 MiB, and beside ``gateway``; others
+        are stored as BSON. What ``function`` raises is not stored.
         """
         if not isinstance(name, str) or name in ("", STEP, TOOL):
             raise TrajectoryError(f"once() was given the name {name!r}", hint="give it a text of its own")
+        self._asks_once = True
+        self._require_one_journal()
 
         async def call() -> Any:
             token = _IN_ONCE.set(True)
@@ -765,6 +768,14 @@ class Rollout(Role):
         # Store no question inside of another: where the outer value comes back, nobody asks it again, and
         # the next question of its name would get its value.
         return sanitize_bson(await call()) if _IN_ONCE.get() else await self._calls.event(name, call)
+
+    def _require_one_journal(self) -> None:
+        """Refuse ``once`` beside a gateway: the agent makes no model call that could store the value."""
+        if self._asks_once and self._uses_gateway:
+            raise TrajectoryError(
+                "once() was used by an agent whose gateway makes its model calls: nothing stores the value",
+                hint="derive the value from rollout.record_id, which every owner of the trajectory has",
+            )
 
     async def end_journal(self) -> None:
         """Drop what earlier owners did and the agent has not done again: it has ended."""
@@ -788,6 +799,7 @@ class Rollout(Role):
             why = "has no gateway" if self._gateway is None else "has made model calls already"
             raise TrajectoryError(f"this trajectory {why}", hint="open it once, before any model call")
         self._uses_gateway = True
+        self._require_one_journal()
         self._calls.journal.forget()
         result = GatewayResult()
         try:

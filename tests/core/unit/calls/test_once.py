@@ -7,7 +7,7 @@ import datetime
 import math
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 from zoneinfo import ZoneInfo
 
@@ -23,7 +23,7 @@ from agentrl.documents.document import now, sanitize_bson
 from agentrl.documents.model_call import Event, read_arguments, storable_arguments
 from agentrl.documents.status import StopReason
 from agentrl.errors import TrajectoryError
-from agentrl.rollout.agent_io import Outcome
+from agentrl.rollout.agent_io import Gateway, Outcome
 from agentrl.rollout.rollout import Rollout
 
 READ = CodecOptions[dict[str, Any]](tz_aware=True)
@@ -147,3 +147,19 @@ async def test_a_question_after_one_that_failed_is_stored() -> None:
     first = Trajectory("a")
     await first.run(agent)
     assert [event.name for event in first.calls[0].events] == ["b"]
+
+
+@pytest.mark.parametrize("first", ["once", "gateway"])
+async def test_once_beside_a_gateway_is_refused(first: str) -> None:
+    asked = []
+
+    async def agent(rollout: Rollout) -> Outcome:
+        rollout._gateway = cast(Gateway, object())
+        rollout._uses_gateway = first == "gateway"
+        await rollout.once("a", lambda: asked.append(first))
+        async with rollout.gateway():
+            raise AssertionError
+
+    with pytest.raises(TrajectoryError, match="nothing stores the value"):
+        await Trajectory("a").run(agent)
+    assert asked == (["once"] if first == "once" else [])
