@@ -168,8 +168,9 @@ class Journal:
         if name == STEP:
             self.done.append(found)
         elif name == TOOL:
-            self.done.append(ToolExecution.from_document(found.result))
-            self.tool_seconds += found.seconds
+            execution = ToolExecution.from_document(found.result)
+            self.tool_seconds += execution.seconds
+            self.done.append(execution)
         return found
 
     async def end(self) -> None:

@@ -470,8 +470,10 @@ class Record(Root):
     dropped_calls: tuple[int, ...] = ()
     """Indexes of a gateway's model calls for which the program of its last owner did not ask again.
 
-    Their branch is neither scored nor trained; ``traj`` and the counts above have them.
+    Their branch is neither scored nor trained. ``traj`` has them; the counts above do not.
     """
+    dropped_tokens: int = 0
+    """The generated tokens of the dropped calls."""
     reported_reward: ReportedReward | None = None
     """The reward that the agent reported through its gateway; at the end it becomes ``agent_score``."""
     harness: HarnessRun | None = None
@@ -506,9 +508,9 @@ class Record(Root):
         return sum((until - since).total_seconds() for since, until in ended)
 
     @property
-    def kept_turns(self) -> int:
-        """``turns`` without the dropped model calls."""
-        return self.turns - len(self.dropped_calls)
+    def stored_calls(self) -> int:
+        """The number of its model calls, dropped ones included: their indexes are below it."""
+        return self.turns + len(self.dropped_calls)
 
     @property
     def first_scored_at(self) -> datetime | None:

@@ -48,6 +48,7 @@ from agentrl.gateway.replay import dropped_calls
 from agentrl.gateway.request import Caller, Dialect, GatewayError, GatewayRequest, aside, dead_url, invalid
 from agentrl.rollout.agent_io import Endpoint, GatewayResult
 from agentrl.scoring.scorers import ScoreResult
+from agentrl.store.model_calls import counts_of
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -550,6 +551,8 @@ async def end_trajectory(
     await store.records.keep(
         claim, train_rule=train, untrained_calls=sorted([*left_out, *result.dropped]),
         dropped_calls=result.dropped,
+        dropped_tokens=sum(result.calls[index].generated_tokens for index in result.dropped),
+        **counts_of(kept),
     )  # fmt: skip
     if left_out:
         share = describe_share(kept, train, left_out)

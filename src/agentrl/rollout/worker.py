@@ -326,6 +326,7 @@ class Worker:
     async def _begin_anew(self, claim: Claim, error: ReplayError) -> None:
         """End a trajectory whose tools are not as they were; this uses up no attempt."""
         why = failure_text(error)
+        await self._require_no_signal(claim, why)
         status = await self.store.attempts.begin_anew(claim, Failure(kind=error.kind, message=why))
         then = "begins anew" if status is SlotStatus.OPEN else "has begun anew too often, and fails"
         logger.warning(
@@ -339,15 +340,19 @@ class Worker:
         if self.snapshots is not None and keeps_files(claim.task):
             await self.snapshots.delete(claim.record_id)
 
+    async def _require_no_signal(self, claim: Claim, why: str) -> None:
+        """Raise CancelledError if this process stops: what ended its tools or engines is no failure."""
+        # Wait a moment: a signal to the process group may end a tool server before this process sees it.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.stop.wait(), _SIGNAL_SECONDS)
+        if self.stop.is_set():
+            logger.info("interrupted", extra={"record": claim.record_id, "why": why})
+            raise asyncio.CancelledError
+
     async def _fail(self, claim: Claim, kind: str, why: Exception | str) -> None:
         message = failure_text(why)
         if kind in _DEPENDENCIES:
-            # Wait a moment: a signal to the process group may end a tool server before this process sees it.
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self.stop.wait(), _SIGNAL_SECONDS)
-            if self.stop.is_set():
-                logger.info("interrupted", extra={"record": claim.record_id, "why": message})
-                raise asyncio.CancelledError
+            await self._require_no_signal(claim, message)
         logger.warning("trajectory failed", extra={"record": claim.record_id, "kind": kind, "why": message})
         try:
             await self.store.attempts.fail(

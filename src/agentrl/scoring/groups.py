@@ -79,11 +79,12 @@ def turn_advantages(records: Sequence[Record], config: GroupConfig) -> dict[str,
         return {}
     columns = [
         [value * config.adv_scaling for value in estimate(config.advantage, _column(records, index))]
-        for index in range(max(longest, *(record.turns for record in records)))
+        for index in range(max(longest, *(record.stored_calls for record in records)))
     ]
+    lengths = [max(record.stored_calls, len(record.turn_rewards)) for record in records]
     return {
-        record.id: tuple(column[index] for column in columns[: max(record.turns, len(record.turn_rewards))])
-        for index, record in enumerate(records)
+        record.id: tuple(column[index] for column in columns[:length])
+        for index, (record, length) in enumerate(zip(records, lengths, strict=True))
     }
 
 
@@ -414,7 +415,7 @@ def _view(task: Task, records: Sequence[Record]) -> ScoredGroup:
         trajectories=tuple(
             ScoredTrajectory(
                 id=record.id, score=0.0 if record.score is None else record.score,
-                turns=record.kept_turns,
+                turns=record.turns,
                 tool_calls=record.tool_calls, generated_tokens=record.generated_tokens,
                 stop_reason=None if record.stop_reason is None else record.stop_reason.value,
                 final_answer=record.final_answer,
@@ -614,7 +615,7 @@ def _filter(records: Sequence[Record], config: GroupConfig, rng: random.Random) 
     for record in records:
         if record.stop_reason is StopReason.FAILED:
             dropped[record.id] = "the engine failed"
-        elif _is_right(record, config) and record.kept_turns < config.min_turns:
+        elif _is_right(record, config) and record.turns < config.min_turns:
             dropped[record.id] = f"right in fewer than min_turns ({config.min_turns}) model calls"
     if config.reserve_context_error_count >= 0 and not config.efficient_rewarding:
         out_of_context = [r for r in records if r.stop_reason and r.stop_reason.is_context_error]
@@ -659,7 +660,7 @@ def _efficiency(records: Sequence[Record], config: GroupConfig) -> dict[str, flo
     adjustments: dict[str, float] = {}
     for is_right, sign in ((True, -1.0), (False, 1.0)):
         side = [record for record in records if _is_right(record, config) is is_right]
-        ranks = _mean_ranks([record.kept_turns for record in side])
+        ranks = _mean_ranks([record.turns for record in side])
         center = (len(side) - 1) / 2
         width = max(1, len(side) - 1)
         for record, rank in zip(side, ranks, strict=True):

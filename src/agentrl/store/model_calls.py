@@ -270,7 +270,8 @@ class ModelCalls(Repository):
             await self._blobs.delete(dropped)
             noted = {"owners.$[own].diverged_at": first, "owners.$[own].dropped": len(dropped)}
             await records.update_one(
-                running_record(claim), {"$set": {**_counts(kept), **noted}},
+                running_record(claim),
+                {"$set": {"traj": [call.id for call in kept], **counts_of(kept), **noted}},
                 array_filters=[{"own.attempt": claim.attempt}],
             )  # fmt: skip
             return len(dropped)
@@ -425,11 +426,10 @@ def _moved(call: DispatchedSamplingTask, record: str, to: str) -> DispatchedSamp
     return replace(call, id=f"{to}/{call.index}", record=to, parent=parent, follows=follows)
 
 
-def _counts(calls: Sequence[DispatchedSamplingTask]) -> Json:
-    """Return what ``count_call`` of each of ``calls`` has made of a new Record."""
+def counts_of(calls: Sequence[DispatchedSamplingTask]) -> Json:
+    """Return the counts of a Record with these model calls: what ``count_call`` makes of a new one."""
     versions = [span.version for call in calls for span in call.versions]
     return {
-        "traj": [call.id for call in calls],
         "turns": len(calls),
         "tool_calls": sum(len(call.tool_executions) for call in calls),
         "context_resets": sum(call.is_context_reset for call in calls),

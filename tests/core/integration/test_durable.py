@@ -306,6 +306,30 @@ async def test_a_lost_session_is_made_again_by_its_calls_or_the_trajectory_begin
         assert len(tools.calls) == TURNS + 1 + 2  # the lost one, and two again
 
 
+async def test_a_signal_that_ends_the_tools_does_not_let_a_trajectory_begin_anew(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, claim, running = await begun(store, 3)
+    await cancel(running)
+    await store.attempts.release(claim)
+    new = await store.claims.claim(split="train", owner="new", lease_seconds=60)
+    assert new is not None
+    setting = sampler(store)
+
+    async def replay(*_: object) -> int:
+        setting.worker.stop.set()
+        return 0
+
+    monkeypatch.setattr(FakeSession, "replay", replay)
+    with pytest.raises(asyncio.CancelledError):
+        await setting.worker.run(new)
+    assert await store.claims.heartbeat([new], 60) == []
+    await store.attempts.release(new)
+    (slot,) = (await store.tasks.find("train"))[0].slots
+    assert (slot.begun, slot.restarts) == (1, 0)
+    assert [each.ended for each in (await only_record(setting)).owners] == ["released", "released"]
+
+
 async def test_what_a_tool_adds_while_a_branch_is_dropped_is_counted(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

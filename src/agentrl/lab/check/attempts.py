@@ -225,6 +225,7 @@ def call_problems(record: Json, calls: Sequence[Json]) -> Iterator[CheckProblem]
 
 
 def _sums(record: Json, calls: Sequence[Json]) -> list[tuple[str, Any, Any]]:
+    calls = [call for call in calls if call["index"] not in (record.get("dropped_calls") or ())]
     versions = [span["version"] for call in calls for span in call["versions"]]
     resets = sum(
         call["parent"] is None
@@ -542,7 +543,7 @@ class ColumnsCheck(CheckSection):
     }  # fmt: skip
 
     async def inspect(self, moment: ConsistentRead, page: list[Json], findings: Findings) -> None:
-        fields = {"task": 1, "score": 1, "generated_tokens": 1}
+        fields = {"task": 1, "score": 1, "generated_tokens": 1, "dropped_tokens": 1}
         records = await moment.by_id(RECORD, {column["record"] for column in page}, fields)
         tasks = await moment.by_id(TASK, {column["task"] for column in page}, {"status": 1})
         findings.count(Invariant.STATES, "columns", len(page))
@@ -562,7 +563,8 @@ def column_problems(column: Json, record: Json | None, task: Json | None) -> Ite
     rows = [("the Task of its Record", record["task"], column["task"])]
     is_filled = status == ColumnStatus.FILLED
     if is_filled and not column.get(MARK):
-        rows.append(("bytes of values", 4 * record["generated_tokens"], column["packed"]))
+        tokens = record["generated_tokens"] + (record.get("dropped_tokens") or 0)
+        rows.append(("bytes of values", 4 * tokens, column["packed"]))
     yield from differing(name, rows)
     for field, is_due in (
         ("owner", status == ColumnStatus.RUNNING), ("lease_expires_at", status == ColumnStatus.RUNNING),

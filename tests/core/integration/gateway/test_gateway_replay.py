@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from db_command import violations
 from gateway_run import ADD, ADD_TOOL, answerer_of, gateway_task
 from rollout_fakes import ScriptedEngine, format_of
 
@@ -238,7 +239,12 @@ async def test_what_is_not_asked_for_again_is_dropped(store_with_task: Store) ->
         await new.chat([*messages, {"role": "user", "content": "more"}], tools=[ADD_TOOL])
     record = await new.record()
     calls = await store.model_calls.by_record(record.id)
-    assert (record.dropped_calls, record.untrained_calls, record.kept_turns) == ((1, 2, 3), (1, 2, 3), 3)
+    assert (record.dropped_calls, record.untrained_calls, record.turns) == ((1, 2, 3), (1, 2, 3), 3)
+    tokens = [call.generated_tokens for call in calls]
+    assert (record.dropped_tokens, record.generated_tokens) == (sum(tokens[1:4]), tokens[0] + sum(tokens[4:]))
+    assert (record.stored_calls, len(record.traj), record.prompt_tokens) == (6, 6, calls[-1].prompt_tokens)
+    counts = [f"what='{name}'" for name in ("turns", "generated_tokens", "min_version", "max_version")]
+    assert [each for each in await violations(store) if any(name in each for name in counts)] == []
     last = record.owners[-1]
     assert (last.replayed, last.diverged_at, last.dropped) == (1, 1, 3)
     assert [message["content"] for message in new.endpoint.result.messages][-1] == "and on"
