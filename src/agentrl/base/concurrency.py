@@ -138,7 +138,7 @@ class Deadline:
     """A time limit of ``seconds``, from now on. Time in ``paused`` does not count."""
 
     def __init__(self, seconds: float) -> None:
-        self._left = seconds
+        self._seconds = self._left = seconds
         self._since: float | None = asyncio.get_running_loop().time()
         """When the clock was started; None while it is stopped."""
         self._pauses = 0
@@ -149,6 +149,10 @@ class Deadline:
         if self._since is None:
             return self._left
         return self._left - (asyncio.get_running_loop().time() - self._since)
+
+    def spent(self) -> float:
+        """Return the seconds that are over."""
+        return self._seconds - self.left()
 
     def spend(self, seconds: float) -> None:
         """Let it have begun ``seconds`` earlier."""

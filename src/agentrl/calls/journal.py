@@ -31,6 +31,9 @@ from agentrl.documents.model_call import (
 
 logger = logging.getLogger(__name__)
 
+_APART_SECONDS = 0.25
+"""Ends of parallel tool calls that are nearer tell nothing of what a server did first: answers travel."""
+
 _STALLED_SECONDS = 2.0
 """Wait of a request for those that came before it: parallel roles may ask in another order."""
 
@@ -141,10 +144,16 @@ class Journal:
     def count(self, left: Sequence[ToolExecution]) -> None:
         """Count all tool runs of a call as returned, before the first of them is asked for.
 
-        Calls that are made now came after them, wherever they stand in the answer; and parallel calls are
-        made again in the order in which they ended.
+        Calls that are made now came after them, wherever they stand in the answer. Parallel ones are made
+        again in the order of the answer, but for those that ended long before others.
         """
-        self.done += sorted(left, key=ended)
+        in_order: list[ToolExecution] = []
+        for run in left:
+            place = len(in_order)
+            while place and _ended_before(run, in_order[place - 1]):
+                place -= 1
+            in_order.insert(place, run)
+        self.done += in_order
 
     def event(self, name: str, arguments: Any = None, own: Sequence[Event] = ()) -> Event | None:
         """Return the first event of this name with these arguments, and take it out.
@@ -212,11 +221,19 @@ def _is_parallel(calls: Sequence[DispatchedSamplingTask]) -> bool:
     )
 
 
-def ended(stored: ToolExecution | Event) -> tuple[int, float]:
-    """Return when a tool run or a step ended: owners follow one another, whatever their clocks say."""
-    started = 0.0 if stored.started_at is None else stored.started_at.timestamp()
-    # Round to more than the milliseconds that are stored: fast calls stay in the order of the answer.
-    return stored.attempt or 0, round(started + stored.seconds, 2)
+def began(stored: ToolExecution | Event) -> tuple[int, float]:
+    """Return when a tool run or a step began: owners follow one another, whatever their clocks say."""
+    return stored.attempt or 0, 0.0 if stored.started_at is None else stored.started_at.timestamp()
+
+
+def _ended_before(run: ToolExecution, other: ToolExecution) -> bool:
+    """Return whether a tool run ended long before another of its turn, or under an earlier owner."""
+    if run.attempt != other.attempt:  # owners follow one another, whatever their clocks say
+        return (run.attempt or 0) < (other.attempt or 0)
+    if run.started_at is None or other.started_at is None:
+        return False
+    started = (run.started_at - other.started_at).total_seconds()
+    return started + run.seconds + _APART_SECONDS < other.seconds
 
 
 def _repeats(

@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 from agentrl.base.concurrency import end_tasks
-from agentrl.calls.journal import Journal, as_text, ended
+from agentrl.calls.journal import Journal, as_text, began
 from agentrl.calls.prompts import Budget, Chain, Prompt, answered_prefixes, prefix_digests, prompt_of
 from agentrl.calls.trace import end_model_call, model_call_span
 from agentrl.calls.turns import Tools, Turn, call_id_of, execute, images_of, message_of, parse
@@ -372,7 +372,7 @@ class TrajectoryCalls:
             await self._restore_files(tools)
         if self.journal.is_parallel:
             # Sort here: what a snapshot has is counted in the order of the look-ups, and is left out now.
-            self.journal.done.sort(key=ended)
+            self.journal.done.sort(key=began)
         while self.journal.done:
             stored = self.journal.done.pop(0)
             if isinstance(stored, ToolExecution):

@@ -317,6 +317,10 @@ class Clock:
         finally:
             self._limits.remove(limit)
 
+    def spent(self) -> float:
+        """Return the seconds that have counted for the outermost limit; 0 without a limit."""
+        return self._limits[0].spent() if self._limits else 0.0
+
     def spend(self, seconds: float) -> None:
         """Let the limits have begun ``seconds`` earlier."""
         for limit in self._limits:

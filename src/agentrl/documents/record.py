@@ -461,6 +461,8 @@ class Record(Root):
     """What ``Rollout.once`` returned to an agent behind a gateway; that of others is with their calls."""
     partial: PartialGeneration | None = None
     """The tokens of a released Record's unfinished model call; the next owner resumes it."""
+    spent_seconds: float = 0.0
+    """How much of ``--trajectory_timeout_seconds`` was used when its last owner stopped."""
     train_rule: str | None = None
     """Which branches of a gateway's trajectory are trained: main, agent, all, or module:function."""
     untrained_calls: tuple[int, ...] = ()

@@ -159,8 +159,9 @@ class Worker:
         # Create the Record before anything can fail: it is where the failure is stored.
         record = await self.store.records.create(claim)
         journal = await self._journal(claim, record)
-        # Bound the sum by the time of the owners: parallel calls took less than their seconds together.
-        clock.spend(min(journal.seconds, record.owned_seconds))
+        # Bound the sum by the time of the owners: parallel calls took less than their seconds together. An
+        # owner that died has left nothing but its calls; one that stopped, also the time of one that hangs.
+        clock.spend(max(record.spent_seconds, min(journal.seconds, record.owned_seconds)))
         name = claim.task.agent_name or self.agent.agent_name
         agent = await self._import(claim.task, name)
         files = None
@@ -249,7 +250,7 @@ class Worker:
             engine = await stack.enter_async_context(
                 self.router.session(claim.record_id, claim.task.id, record.partial, clock.stopped)
             )
-            await stack.enter_async_context(self._keeping_partial(claim, engine, writer))
+            await stack.enter_async_context(self._keeping_partial(claim, engine, writer, clock))
             calls = TrajectoryCalls(
                 claim, self.agent, chat_format=self.chat_format, engine=engine, params=self.params,
                 seed=self.seed, writer=writer, journal=journal, images=self.store.images, hold=hold,
@@ -264,19 +265,22 @@ class Worker:
             )  # fmt: skip
 
     @asynccontextmanager
-    async def _keeping_partial(self, claim: Claim, engine: Engine, writer: CallWriter) -> AsyncIterator[None]:
-        """Store the tokens of an unfinished model call if the trajectory is cancelled or given back."""
+    async def _keeping_partial(
+        self, claim: Claim, engine: Engine, writer: CallWriter, clock: Clock
+    ) -> AsyncIterator[None]:
+        """Store the spent time and an unfinished model call if the trajectory is cancelled or given back."""
         try:
             yield
         except (asyncio.CancelledError, FailureError) as error:
             # Keep nothing of a failed attempt: the next one must be another sample, not its continuation.
             is_over = isinstance(error, FailureError) and error.outage is None
-            if engine.partial is not None and not is_over:
+            if not is_over:
+                kept = {} if engine.partial is None else {"partial": engine.partial}
                 with suppress(StoreError, TimeoutError):  # the next attempt then begins without them
                     async with asyncio.timeout(_KEEP_SECONDS):
                         # Store the calls first: each drops what was kept before it, which is used up.
                         await writer.flush()
-                        await self.store.records.keep(claim, partial=engine.partial)
+                        await self.store.records.keep(claim, spent_seconds=clock.spent(), **kept)
             raise
 
     async def _run_agent(

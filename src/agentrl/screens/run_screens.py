@@ -127,12 +127,12 @@ def _trainer(run: RunSnapshot) -> Text:
 
 def _samplers(run: RunSnapshot) -> Text:
     claims, states = run.liveness.claims, run.liveness.sampler_states
-    others = f"; {run.liveness.not_running}" if run.liveness.not_running else ""
+    others = f"; {run.liveness.ending}" if run.liveness.ending else ""
     if not claims:
         last = age(run.liveness.last_claim, run.at)
         return Text(f"none holds a claim; the last trajectory began {last}{others}")
-    ending = {name: f", {state}" for name, state in states.items() if state != "running"}
-    names = [f"{excerpt(name, 40)} ({count}{ending.get(name, '')})" for name, count in claims.items()]
+    shown = {name: f", {state}" for name, state in states.items() if state != "running"}
+    names = [f"{excerpt(name, 40)} ({count}{shown.get(name, '')})" for name, count in claims.items()]
     more = f", {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     total = sum(claims.values())
     return Text(f"{len(names)} with {total} claims: {', '.join(names[:_NAMES_SHOWN])}{more}{others}")

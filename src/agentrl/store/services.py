@@ -216,14 +216,15 @@ class Liveness:
         return "; ".join(parts)
 
     @property
-    def not_running(self) -> str:
-        """Return how many samplers are in each state but ``running``: ``1 dead, 2 draining``, or nothing."""
-        counts = Counter(state for state in self.sampler_states.values() if state != "running")
+    def ending(self) -> str:
+        """Return how many samplers end soon: ``1 asked to drain, 2 draining``, or nothing."""
+        # Leave out the dead: those of a finished run stay listed until a sampler starts.
+        counts = Counter(state for state in self.sampler_states.values() if state not in ("running", "dead"))
         return ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
 
     def _samplers(self) -> str:
         if self.claims:
-            others = f", {self.not_running}" if self.not_running else ""
+            others = f", {self.ending}" if self.ending else ""
             return f"samplers: {len(self.claims)}, with {sum(self.claims.values())} claims{others}"
         if self.last_claim is None:
             return "no sampler has begun a trajectory: is `agentrl sample` running? its log says why not"

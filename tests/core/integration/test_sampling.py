@@ -254,6 +254,26 @@ async def test_a_trajectory_that_takes_too_long_fails_as_timeout(store: Store) -
     assert record.failure.kind == "timeout"
 
 
+async def test_a_trajectory_that_hangs_uses_up_its_time_over_owners_that_stop(store: Store) -> None:
+    await store.tasks.load([task("a", slots=1, agent_name="test_sampling:sleepy")])
+    setting = Setting(store, "x")
+    running = asyncio.create_task(setting.run())
+
+    async def runs() -> bool:
+        return [record.status for record in await setting.records("train/0/a")] == [RecordStatus.RUNNING]
+
+    await until(runs)
+    setting.stop.set()
+    await running
+    (record,) = await setting.records("train/0/a")
+    assert (record.status, record.spent_seconds > 0) == (RecordStatus.RELEASED, True)
+    await store.database["Record"].update_one({"_id": record.id}, {"$set": {"spent_seconds": 1e9}})
+    await Setting(store, "x", claims={"max_attempts": 1}).run()
+    (record,) = await setting.records("train/0/a")
+    assert record.failure is not None
+    assert record.failure.kind == "timeout"
+
+
 async def sleepy(_: object) -> None:
     await asyncio.Event().wait()
 

@@ -14,6 +14,8 @@ from test_journal import Next, read_again
 from trajectories import Trajectory
 from waiting import cancel, until
 
+from agentrl.calls import journal
+from agentrl.documents.document import now
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution
 from agentrl.documents.status import StopReason, ToolState
 from agentrl.rollout.agent_io import Outcome
@@ -93,7 +95,7 @@ async def killed(order: str) -> list[DispatchedSamplingTask]:
     running = asyncio.create_task(first.run())
     await until(lambda: set(TURN) <= set(tools.begun))
     for count, text in enumerate(order):
-        await asyncio.sleep(0.02)  # further apart than what stored times can tell
+        await asyncio.sleep(0.02)  # far apart
         tools.ends[text].set()
         await until(lambda: len(tools.calls) == count + 2)  # noqa: B023
     await cancel(running)
@@ -103,6 +105,7 @@ async def killed(order: str) -> list[DispatchedSamplingTask]:
 @pytest.fixture(autouse=True)
 def sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trajectories.FakeSession", Session)
+    monkeypatch.setattr(journal, "_APART_SECONDS", 0.01)
 
 
 @pytest.mark.parametrize("order", ["abcd", "bdca", "cdab", "dcba"])
@@ -172,3 +175,17 @@ async def test_a_tool_that_an_earlier_call_has_added_is_known_to_a_session_that_
     assert await second.run() == Outcome(StopReason.ANSWERED, "3")
     assert second.dropped == []
     assert second.rollout.messages == first.rollout.messages
+
+
+def test_calls_that_ended_at_about_the_same_time_are_made_again_in_the_order_of_the_answer() -> None:
+    def run(seconds: float, attempt: int = 1) -> ToolExecution:
+        return ToolExecution(
+            name="push", arguments={}, result="", error=False, seconds=seconds, started_at=now(),
+            attempt=attempt,
+        )  # fmt: skip
+
+    slow, near, fast, later = run(2.0), run(1.995), run(1.0), run(0.1, attempt=2)
+    found = Next([]).journal
+    assert found is not None
+    found.count([later, slow, near, fast])
+    assert found.done == [fast, slow, near, later]

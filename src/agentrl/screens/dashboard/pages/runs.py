@@ -121,7 +121,7 @@ def _tiles(run: RunSnapshot) -> list[_Tile]:
     last = run.steps[-1] if run.steps else None
     metrics: Mapping[str, Any] = last.metrics if last else {}
     records, claims = run.records.get(TRAIN, {}), sum(run.liveness.claims.values())
-    holders = (f"hold {claims:,}" if claims else "", run.liveness.not_running)
+    holders = (f"hold {claims:,}" if claims else "", run.liveness.ending)
     running = sum(records.get(status.value, 0) for status in _WORKING)
     pass_rate = metrics.get("pass_rate")
     return [
