@@ -155,7 +155,7 @@ class TrajectorySnapshots:
         return self.snapshots.limit
 
     async def put(self, archive: Path) -> str:
-        """Store an archive, and delete this owner's older ones; return the reference to it.
+        """Store an archive, and delete older ones, those of earlier owners too; return the reference to it.
 
         Raises ConfigError if the place is another run's, PublishError and OSError if it cannot be written.
         """
@@ -174,6 +174,12 @@ class TrajectorySnapshots:
             await asyncio.to_thread(_copy, archive, Path(folder), name, self.record)
         if self._count > _KEPT:
             await storage.delete_file(f"{folder}/{self.attempt}-{self._count - _KEPT}.tar")
+        if self._count == _KEPT + 1:
+            # Model calls name own ones by now. A trajectory may have had a hundred owners.
+            for old in await storage.folder_names(folder):
+                attempt = old.lstrip(".").partition("-")[0]
+                if attempt.isdecimal() and int(attempt) < self.attempt:
+                    await storage.delete_file(f"{folder}/{old}")
         return f"{name}:{size}:{digest}"
 
     async def get(self, reference: str, target: Path) -> bool:

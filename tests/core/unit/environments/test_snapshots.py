@@ -197,3 +197,18 @@ async def test_what_trajectories_leave_is_deleted_and_swept(root: str) -> None:
     left = set(await folder_names(root))
     assert left == {OWNER_FILE, name_of(kept.folder_of(records[1]))}
     assert await snapshots(f"{root}/none").sweep(unfinished) == 0
+
+
+async def test_archives_of_earlier_owners_do_not_pile_up(root: str, tmp_path: Path) -> None:
+    kept = snapshots(root)
+    archive = tmp_path / "archive"
+    archive.write_text("x")
+    for owner, own in ((1, 3), (2, 1), (3, 2)):
+        files = kept.of("r", owner)
+        for _ in range(own):
+            await files.put(archive)
+    assert sorted(await folder_names(kept.folder_of("r"))) == [
+        "1-2.tar", "1-3.tar", "2-1.tar", "3-1.tar", "3-2.tar", "record",
+    ]  # fmt: skip
+    await files.put(archive)
+    assert sorted(await folder_names(kept.folder_of("r"))) == ["3-2.tar", "3-3.tar", "record"]
