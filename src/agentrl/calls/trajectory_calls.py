@@ -134,8 +134,10 @@ class TrajectoryCalls:
         """The model calls of all roles, by index."""
         self._open: list[Turn] = []
         self._adopted: list[ScoredCall] = []
-        self._early = list(journal.early)
+        self._early: list[Event] = []
         """Events that came when no call could take them; the next one does."""
+        self._noted = list(journal.early)
+        """Events that are stored with the Record: no model call can take them in time."""
         self._has_gateway = False
         self._task = claim.task
         self.record = claim.record_id
@@ -264,7 +266,8 @@ class TrajectoryCalls:
         self.journal.forget()
         self._has_gateway = True
         if self._early:
-            await self._writer.keep_events(self._early)
+            self._noted, self._early = [*self._noted, *self._early], []
+            await self._writer.keep_events(self._noted)
 
     def adopt(self, calls: Sequence[DispatchedSamplingTask], dropped: Collection[int]) -> None:
         """Adopt the calls that a gateway stored; do not count the ``dropped`` indexes as turns."""
@@ -295,10 +298,7 @@ class TrajectoryCalls:
         if turn.closed:
             return await self._run_apart(call, tools)
         if tools.state_of(call.name) is ToolState.OUTSIDE:
-            begun = ToolExecution(
-                name=call.name, arguments=storable_arguments(call.arguments), result="", error=False,
-                seconds=0.0, started_at=now(), attempt=self.attempt, finished=False,
-            )  # fmt: skip
+            begun = self._begun(call)
             self._note(turn, begun)
             # Store it before it begins: whoever goes on must know that it may have taken effect.
             await self._writer.flush()
@@ -322,16 +322,11 @@ class TrajectoryCalls:
     async def _run_apart(self, call: ToolCall, tools: Tools) -> ToolExecution:
         """Run a tool call of no open model call, and record it as an event; or return its run in the journal.
 
-        Frameworks make such calls: for a conversation that has gone on, or by their own code. Raises
-        TrajectoryError for a tool with effects outside: no document could say that it has begun.
+        Frameworks make such calls: for a conversation that has gone on, or by their own code.
         """
+        told = {"name": call.name, "arguments": storable_arguments(call.arguments)}
         if tools.state_of(call.name) is ToolState.OUTSIDE:
-            raise TrajectoryError(
-                f"the tool {call.name} is declared 'outside', and was called for no answer, or for one whose"
-                " conversation has gone on: it could take effect twice",
-                hint="call it by the id of the answer's tool call before the next model call, or declare its"
-                " state: docs/durable.md",
-            )
+            return await self._run_outside_apart(call, told, tools)
         is_new = False
 
         async def run() -> Any:
@@ -340,11 +335,42 @@ class TrajectoryCalls:
             await self.rebuild(tools)
             return plain(await execute(call, tools, attempt=self.attempt))
 
-        told = {"name": call.name, "arguments": storable_arguments(call.arguments)}
         execution = ToolExecution.from_document(await self.event(TOOL, run, told))
         if not is_new:
             tools.recall(execution)
         return execution
+
+    async def _run_outside_apart(
+        self, call: ToolCall, told: Mapping[str, Any], tools: Tools
+    ) -> ToolExecution:
+        """Run a tool with effects outside; note with the Record that it begins, and how it ended."""
+        found = self.journal.event(TOOL, told)
+        if found is not None:
+            execution = ToolExecution.from_document(found.result)
+            if not execution.finished:
+                execution = replace(execution, result=_INTERRUPTED, error=True, attempt=self.attempt)
+            tools.recall(execution)
+            return execution
+        self._begin()
+        await self.rebuild(tools)
+        begun = Event(
+            name=TOOL, arguments=told, result=plain(self._begun(call)), started_at=now(), seconds=0.0,
+            attempt=self.attempt,
+        )  # fmt: skip
+        self._noted.append(begun)
+        await self._writer.keep_events(self._noted)
+        execution = await execute(call, tools, attempt=self.attempt)
+        ended = replace(begun, result=plain(execution), seconds=execution.seconds)
+        self._noted = [ended if event is begun else event for event in self._noted]
+        await self._writer.keep_events(self._noted)
+        return execution
+
+    def _begun(self, call: ToolCall) -> ToolExecution:
+        """Return the note of a tool run that begins, and may have taken effect if nothing follows it."""
+        return ToolExecution(
+            name=call.name, arguments=storable_arguments(call.arguments), result="", error=False,
+            seconds=0.0, started_at=now(), attempt=self.attempt, finished=False,
+        )  # fmt: skip
 
     async def rebuild(self, tools: Tools) -> None:
         """Make the state of tools and environment again, before the first call that needs it.
@@ -487,13 +513,15 @@ class TrajectoryCalls:
                 del asked[first]
                 self._record(event, turn)
         if self._has_gateway:
-            await self._writer.keep_events(self._early)
+            await self._writer.keep_events(self._noted)
         # Return a copy: the agent may change what it got before it is written.
         return sanitize_bson(result)
 
     def _record(self, event: Event, turn: Turn | None) -> None:
         taker = turn or (self.made[-1] if self.made else None)
-        if taker is None or taker.closed:
+        if self._has_gateway:
+            self._noted.append(event)
+        elif taker is None or taker.closed:
             self._early.append(event)
         else:
             taker.events.append(event)

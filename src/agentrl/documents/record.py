@@ -458,7 +458,7 @@ class Record(Root):
     owners: tuple[Ownership, ...] = ()
     """Who sampled it, in order."""
     events: tuple[Event, ...] = ()
-    """What ``Rollout.once`` returned to an agent behind a gateway; that of others is with their calls."""
+    """What no model call can take: ``once`` behind a gateway, runs of outside tools between model calls."""
     partial: PartialGeneration | None = None
     """The tokens of a released Record's unfinished model call; the next owner resumes it."""
     spent_seconds: float = 0.0

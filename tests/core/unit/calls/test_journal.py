@@ -13,6 +13,7 @@ from typing import Any
 
 import bson
 import pytest
+import rollout_fakes
 from bson.codec_options import CodecOptions
 from rollout_fakes import FakeSession
 from trajectories import ADD, ANSWER, Trajectory
@@ -416,14 +417,32 @@ async def test_tool_runs_of_no_open_call_come_back(known: int, monkeypatch: pyte
     ]  # fmt: skip
 
 
-async def test_a_tool_with_effects_is_refused_where_no_call_can_say_that_it_began(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_a_tool_with_effects_runs_once_where_no_model_call_can_say_that_it_began(
+    is_killed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeSession, "state_of", lambda *_: ToolState.OUTSIDE)
-    trajectory = Trajectory(ADD, ANSWER)
-    with pytest.raises(TrajectoryError, match="the tool add is declared 'outside', and was called for no"):
-        await trajectory.run(calls_tools_apart)
-    assert trajectory.tools.calls == []
+    kept: list[list[Event]] = []
+
+    async def keep(_: object, events: Sequence[Event]) -> None:
+        kept.append(list(events))
+
+    monkeypatch.setattr(rollout_fakes._Writes, "keep_events", keep)
+    first = Trajectory(ADD, ANSWER)
+    answer = (await first.run(calls_tools_apart)).final_answer
+    assert answer == "['7', '8', '3']"
+    assert len(first.tools.calls) == 3
+    assert [len(events) for events in kept] == [1, 1, 2, 2, 3, 3]  # begun and ended
+    calls, events = (first.calls[:1], kept[2]) if is_killed else (first.calls, kept[-1])
+    second = Next([], *([ANSWER] if is_killed else []), "never")
+    second.journal = Journal(read_again(calls), second._drop, second._note, events)
+    again = (await second.run(calls_tools_apart)).final_answer
+    if is_killed:  # in the second of them
+        assert again is not None
+        assert again.startswith("['7', 'Error: the call was interrupted after it had begun")
+        assert len(second.tools.calls) == 1
+    else:
+        assert (again, second.tools.calls) == (answer, [])
 
 
 @pytest.mark.parametrize("known", [3, 4])
