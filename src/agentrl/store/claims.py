@@ -461,7 +461,7 @@ class Claims(Repository):
     async def _claim_next(self, request: ClaimRequest, owners: Sequence[str]) -> list[Claim | None]:
         """Claim a slot for each of ``owners``, or None: another process was first, or nothing is left."""
         # Pause at random: those that lost a race together would meet again at once.
-        race = Backoff("another claimer's admission", 0.02, 0.2, jitter=0.5)
+        race = Backoff("another claimer's admission", 0.05, 0.4, jitter=0.5)
         nothing: list[Claim | None] = [None] * len(owners)
         for attempt in range(_ADMISSIONS):
             claims = await self._take(request, owners, TaskStatus.RUNNING)
