@@ -420,6 +420,21 @@ async def test_a_claim_without_a_record_gets_one_and_its_owner_cannot_make_anoth
         await store.records.create(old)
 
 
+async def test_an_owner_that_inserts_its_record_after_a_takeover_begins_nothing(store: Store) -> None:
+    await store.tasks.load(make_tasks(1, generations=1))
+    old = await take_one(store, "old")
+    await expire(store, old)
+    new = await take_one(store, "new")
+    await store.records.create(old)
+    with pytest.raises(LeaseLostError):
+        await store.records.advance(old, RecordStatus.RUNNING)
+    record = await store.records.create(new)
+    assert (record.id, record.owner, record.status) == (old.record_id, "new", RecordStatus.CREATED)
+    await store.records.advance(new, RecordStatus.RUNNING)
+    with pytest.raises(LeaseLostError):
+        await store.records.advance(old, RecordStatus.COMPLETED)
+
+
 @pytest.mark.parametrize("skew", [timedelta(hours=-3), timedelta(hours=3)])
 async def test_a_clock_that_is_wrong_neither_ends_nor_lengthens_a_lease(
     store: Store, monkeypatch: pytest.MonkeyPatch, skew: timedelta
