@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harness import Row, alternate, median_ratio, stopwatch
@@ -18,7 +18,9 @@ from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.asynchronous.database import AsyncDatabase
 from store_fixtures import GENERATIONS, SPLIT, make_call, make_data, make_tasks, run_database
 
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.status import RecordStatus, TaskStatus
+from agentrl.documents.training import DBRecordData
 from agentrl.scoring.groups import Decision
 from agentrl.store.client import Store
 from agentrl.store.groups import GroupOutcome, StoredGroup
@@ -27,6 +29,9 @@ Json = dict[str, Any]
 _CONCURRENT = 64
 _LEASE = 600.0
 _MAX_GROUPS_OPEN = 100_000
+_CALL = make_call("r", 0, context=1, output=1)
+_DATA = make_data("r", "t", tokens=2, turns=1)
+"""Made once: to make up texts and tokens takes as long as several writes, and belongs to neither variant."""
 _OPEN = {"status": {"$in": ["created", "running"]}}
 
 
@@ -77,7 +82,7 @@ async def trajectory(store: Store) -> bool:
         return False
     await store.records.create(claim)
     await store.records.advance(claim, RecordStatus.RUNNING)
-    await store.model_calls.add(claim, make_call(claim.record_id, 0, context=1, output=1))
+    await store.model_calls.add(claim, _call(claim.record_id))
     await store.records.advance(claim, RecordStatus.COMPLETED, final_answer="1889", stop_reason="answered")
     await store.records.advance(claim, RecordStatus.SCORING)
     if await store.attempts.score(claim, 1.0) is TaskStatus.WAITING:
@@ -90,7 +95,7 @@ async def trajectory(store: Store) -> bool:
 def decide(group: StoredGroup) -> GroupOutcome:
     """Make training data of two tokens from every Record."""
     return GroupOutcome(
-        data=tuple(make_data(record.id, group.task.id, tokens=2, turns=1) for record in group.records),
+        data=tuple(_data(record.id, group.task.id) for record in group.records),
         records=tuple(Decision(record_id=record.id, advantage=0.5) for record in group.records),
         summary={"scored": len(group.records), "failed": 0},
     )
@@ -188,7 +193,7 @@ class Original:
             await self._save("tasks", {**task, "status": "waiting"})
 
     async def _turn(self, record_id: str) -> None:
-        call = make_call(record_id, 0, context=1, output=1).to_document()
+        call = _call(record_id).to_document()
         await self._of("calls").insert_one({**call, "status": "created"})
         await self._step("calls", call["_id"], status="running")
         await self._step("calls", call["_id"], status="completed")
@@ -199,7 +204,7 @@ class Original:
         assert task is not None
         async for record in self._of("records").find({"task": task_id}):
             await self._of("calls").find({"record": record["_id"]}).to_list()
-            data = make_data(record["_id"], task_id, tokens=2, turns=1)
+            data = _data(record["_id"], task_id)
             await self._of("data").insert_one(data.to_document())
             await self._save("records", {**record, "status": "ready", "advantage": 0.5})
         await self._save("tasks", {**task, "status": "completed"})
@@ -231,6 +236,14 @@ class Original:
 
     def _of(self, collection: str) -> AsyncCollection[Json]:
         return self.database[f"original_{collection}"]
+
+
+def _call(record_id: str) -> DispatchedSamplingTask:
+    return replace(_CALL, id=f"{record_id}/0", record=record_id)
+
+
+def _data(record_id: str, task_id: str) -> DBRecordData:
+    return replace(_DATA, id=record_id, record=record_id, task=task_id)
 
 
 def _record(record_id: str, task_id: str) -> Json:

@@ -97,6 +97,19 @@ def _read(cls: type[D], document: Mapping[str, Any]) -> D:
         raise StoreError(f"a {cls.__name__} document is damaged or incomplete: {error}") from error
 
 
+def _is_plain(cls: type) -> bool:
+    """Return whether every field of a dataclass is stored under its own name, as it is."""
+    return all(name == stored and decode is None for name, stored, decode in _fields(cls))
+
+
+def _read_plain(cls: type[D], document: Mapping[str, Any]) -> D:
+    # Try first without a look at each field: training data have a span for each model call.
+    try:
+        return cls(**document)
+    except TypeError:  # a field is missing, or unknown
+        return _read(cls, document)
+
+
 Decode = Callable[[Any], Any]
 """Converts a stored value other than None to the value of a field."""
 
@@ -155,7 +168,7 @@ def _decoder(hint: Any) -> Decode | None:
         return _mapping
     if isinstance(hint, type):
         if dataclasses.is_dataclass(hint):
-            return partial(_read, hint)
+            return partial(_read_plain if _is_plain(hint) else _read, hint)
         if issubclass(hint, Enum):
             return hint
         if hint is datetime:

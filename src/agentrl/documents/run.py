@@ -241,6 +241,8 @@ class Gate(Root):
     opened: int = 0
     begun: int = 0
     """Groups begun under ``--task_selection pass_rate``: the last ``Task.begun.number``."""
+    turn_until: datetime | None = None
+    """How long the sampler that admits groups now has its turn; None: nobody admits any."""
 
 
 def epoch_key(split: str, epoch: int) -> str:

@@ -26,7 +26,7 @@ from agentrl.documents.status import (
 )
 from agentrl.documents.task import CONVERSATIONS, FEEDBACK, Claim, Slot, Task
 from agentrl.errors import DATABASE, StoreError
-from agentrl.store.epochs import BY_BEGIN, BY_ORDER, SLOTS_AT_ONCE, Selection, TaskSelection, sort_key
+from agentrl.store.epochs import BY_BEGIN, BY_ORDER, Selection, TaskSelection, sort_key
 from agentrl.store.mechanics import lease
 from agentrl.store.mechanics.connection import (
     DATA,
@@ -46,7 +46,7 @@ from agentrl.store.mechanics.connection import (
     database_call,
     use_session,
 )
-from agentrl.store.mechanics.lease import FREE, QUEUED, literal, lost_claims
+from agentrl.store.mechanics.lease import FREE, QUEUED, after, literal, lost_claims
 from agentrl.store.records import (
     LEASE,
     CompletedGroups,
@@ -155,6 +155,8 @@ class GroupAdmission(Repository):
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
         self._selection = TaskSelection(connection)
+        self._goes_on = False
+        """The last admission, here or in another process, admitted groups: the next one may do too."""
 
     async def count(self, split: str) -> int:
         """Return how many groups are open: running, waiting, or finalized with untrained data.
@@ -181,20 +183,55 @@ class GroupAdmission(Repository):
 
         The transaction first writes the ``Admission`` document, so that of two concurrent admissions one
         commits and the other raises AdmissionRacedError. No other sampler can admit groups while this one
-        counts them, so the limit is exact.
+        counts them, so the limit is exact. Before the transaction a sampler takes its turn: a hundred that
+        run out of slots together would otherwise count all of them, to learn that one has won.
         """
         if limit.groups <= 0:
             return False
-        # Look before the transaction, which writes the gate: idle samplers would conflict over nothing.
+        # Look before the turn, which is a write: idle samplers would write again and again for nothing. The
+        # look of a selection also clears marks of tasks.
+        is_likely = self._goes_on and selection is None
+        if not is_likely and not await self._has_next(split, limit, selection, without):
+            return False
+        # Suppose so after a lost race too: if nothing is left, the next turn finds it.
+        self._goes_on = True
+        await self._take_turn()
+        self._goes_on = False
+        try:
+            self._goes_on = await self._admit_next(split, limit, selection, without)
+        finally:
+            if not self._goes_on:
+                await self._collection(GATE).update_one({"_id": ADMISSION}, {"$set": {"turn_until": None}})
+        return self._goes_on
+
+    async def _has_next(
+        self, split: str, limit: GroupLimit, selection: Selection | None, without: Needs
+    ) -> bool:
+        """Return whether an admission would change something."""
         open_now = await self._open_groups(split)
-        if not open_now.needs_renumbering(limit):
-            capacity = limit.groups - open_now.count
-            if selection is None or capacity <= 0:
-                left = bool(await self._next_groups(split, capacity, without))
-            else:
-                left = await self._selection.any_left(split, selection, without.excluded)
-            if not left:
-                return False
+        if open_now.needs_renumbering(limit):
+            return True
+        capacity = limit.groups - open_now.count
+        if selection is None or capacity <= 0:
+            return bool(await self._next_groups(split, min(capacity, 1), without))
+        return await self._selection.any_left(split, selection, without.excluded)
+
+    async def _take_turn(self) -> None:
+        """Begin the turn of this process. Raises AdmissionRacedError while another has it.
+
+        A process that dies in its turn holds the others up for ``_TURN_SECONDS``. The turn only saves work:
+        of two processes that admit at once, one fails in its transaction.
+        """
+        is_over = {"$lte": [{"$ifNull": ["$turn_until", "$$NOW"]}, "$$NOW"]}
+        taken = await self._collection(GATE).update_one(
+            {"_id": ADMISSION, "$expr": is_over}, [{"$set": {"turn_until": after(_TURN_SECONDS)}}]
+        )
+        if not taken.matched_count:
+            raise AdmissionRacedError
+
+    async def _admit_next(
+        self, split: str, limit: GroupLimit, selection: Selection | None, without: Needs
+    ) -> bool:
         async with self._connection.client.start_session() as session:
             try:
                 async with await session.start_transaction(**TRANSACTION):
@@ -212,7 +249,9 @@ class GroupAdmission(Repository):
     async def _admit(
         self, split: str, limit: GroupLimit, selection: Selection | None, without: Needs
     ) -> bool:
-        await self._collection(GATE).update_one({"_id": ADMISSION}, {"$inc": {"opened": 1}})
+        await self._collection(GATE).update_one(
+            {"_id": ADMISSION}, {"$inc": {"opened": 1}, "$set": {"turn_until": None}}
+        )
         applied = {"status": {"$in": values(APPLIED_STEPS)}}
         last = await self._collection(STEP).find_one(applied, {"step": 1}, sort=[("step", DESCENDING)])
         step = 0 if last is None else int(last["step"])
@@ -246,23 +285,27 @@ class GroupAdmission(Repository):
         return _OpenGroups(await self.count(split), tuple(ordered))
 
     async def _next_groups(self, split: str, capacity: int, without: Needs) -> Sequence[str]:
-        """Return the ids of the next groups: up to ``capacity`` groups or ``SLOTS_AT_ONCE`` slots."""
+        """Return the ids of the next groups: up to ``capacity`` groups or ``_ADMITTED_SLOTS`` slots."""
         if capacity <= 0:
             return []
         created = self._collection(TASK).find(
             {"split": split, "status": TaskStatus.CREATED.value, **without.excluded},
-            {"generations": {"$size": "$slots"}}, sort=BY_ORDER, limit=min(capacity, SLOTS_AT_ONCE),
+            {"generations": {"$size": "$slots"}}, sort=BY_ORDER, limit=min(capacity, _ADMITTED_SLOTS),
         )  # fmt: skip
         groups: list[str] = []
         total = 0
         async for task in created:
-            if total >= SLOTS_AT_ONCE:
+            if total >= _ADMITTED_SLOTS:
                 break
             groups.append(task["_id"])
             total += task["generations"]
         return groups
 
 
+_TURN_SECONDS = 1.0
+_ADMITTED_SLOTS = 256
+"""Maximum number of slots that one admission takes in order; the last group may exceed it. An admission costs
+a dozen commands, and as many processes as wait for it ask again."""
 _ADMISSIONS = 40
 """Attempts to admit a group that another claimer may win."""
 
@@ -399,30 +442,38 @@ class Claims(Repository):
         """
         if len({replace(request, owner="") for request in requests}) > 1:
             return None
-        claims: list[Claim | PyMongoError | None] = []
-        while len(claims) < len(requests):
-            owners = [request.owner for request in requests[len(claims) :]]
+        claims: list[Claim | PyMongoError | None] = [None] * len(requests)
+        waiting = list(range(len(requests)))
+        while waiting:
             try:
-                claims += await self._claim_from_one_group(requests[0], owners) or [None] * len(owners)
+                taken = await self._claim_next(requests[0], [requests[index].owner for index in waiting])
             except PyMongoError as error:
-                claims += [error] * len(owners)
+                for index in waiting:
+                    claims[index] = error
+                break
+            for index, claim in zip(waiting, taken, strict=True):
+                claims[index] = claim
+            if not any(taken):
+                break
+            waiting = [index for index in waiting if claims[index] is None]
         return claims
 
-    async def _claim_from_one_group(self, request: ClaimRequest, owners: Sequence[str]) -> list[Claim]:
-        """Claim slots of one Task for as many of ``owners`` as it has; empty if there is nothing to claim."""
-        update = lease.claim_slots(lease.OPEN, owners, request.lease_seconds)
+    async def _claim_next(self, request: ClaimRequest, owners: Sequence[str]) -> list[Claim | None]:
+        """Claim a slot for each of ``owners``, or None: another process was first, or nothing is left."""
         # Pause at random: those that lost a race together would meet again at once.
-        race = Backoff("another claimer's admission", 0.002, 0.2, jitter=1.0)
-        for _ in range(_ADMISSIONS):
-            task = await self._take(_open_slots(request, TaskStatus.RUNNING), update, request.selection)
-            if task is not None:
-                return lease.new_claims(task, owners)
+        race = Backoff("another claimer's admission", 0.05, 0.4, jitter=0.5)
+        nothing: list[Claim | None] = [None] * len(owners)
+        for attempt in range(_ADMISSIONS):
+            claims = await self._take(request, owners, TaskStatus.RUNNING)
+            if any(claims):
+                return claims
             # Take over before a group is admitted: the trajectory of a dead owner is of an earlier group.
-            expired = await self._expired.take_over(
-                request.split, owners[0], request.lease_seconds, request.without.excluded
-            )
-            if expired:
-                return expired
+            if attempt == 0 and (
+                expired := await self._expired.take_over(
+                    request.split, owners[0], request.lease_seconds, request.without.excluded
+                )
+            ):
+                return [*expired, *nothing[1:]]
             try:
                 if request.limit is None or not await self._admission.admit(
                     request.split, request.limit, request.selection, request.without
@@ -431,19 +482,55 @@ class Claims(Repository):
             except AdmissionRacedError:
                 await asyncio.sleep(race.next())
         else:
-            return []
+            return nothing
         # Claim a created group itself: without a limit nobody counts open groups, and nobody admits any.
-        if request.limit is None:
-            task = await self._take(_open_slots(request, TaskStatus.CREATED), update)
-            if task is not None:
-                return lease.new_claims(task, owners)
-        return []
+        return await self._take(request, owners, TaskStatus.CREATED) if request.limit is None else nothing
 
-    async def _take(self, query: Json, update: list[Json], selection: Selection | None = None) -> Json | None:
-        return await self._collection(TASK).find_one_and_update(
-            query, update, sort=BY_ORDER if selection is None else BY_BEGIN,
-            return_document=ReturnDocument.AFTER,
+    async def _take(
+        self, request: ClaimRequest, owners: Sequence[str], status: TaskStatus
+    ) -> list[Claim | None]:
+        """Claim open slots of the next groups in ``status``: one for each owner, or None."""
+        query = _open_slots(request, status)
+        is_selected = request.selection is not None and status is TaskStatus.RUNNING
+        order = BY_BEGIN if is_selected else BY_ORDER
+        if len(owners) == 1:
+            return await self._take_of_group(request, owners, query, order)
+        # Claim of several groups at once: one after another, each would wait for the journal.
+        count = {"$size": {"$filter": {"input": "$slots", "as": "slot", "cond": lease.OPEN}}}
+        claims: list[Claim | None] = []
+        while not any(claims):  # other processes may take all that was found
+            groups = self._collection(TASK).find(query, {"open": count}, sort=order, limit=len(owners))
+            shares: list[tuple[str, Sequence[str]]] = []
+            left = owners
+            async for group in groups:
+                shares.append((group["_id"], left[: group["open"]]))
+                left = left[group["open"] :]
+            if not shares:
+                return [None] * len(owners)
+            taken = await asyncio.gather(
+                *(self._take_of_group(request, own, {**query, "_id": key}) for key, own in shares if own),
+                return_exceptions=True,
+            )
+            errors = [each for each in taken if isinstance(each, BaseException)]
+            claims = []
+            for (_, own), each in zip(shares, taken, strict=False):
+                claims += [None] * len(own) if isinstance(each, BaseException) else each
+            # Return what was claimed in spite of an error: otherwise nobody would work on it.
+            if errors and not any(claims):
+                raise errors[0]
+        return [*claims, *[None] * (len(owners) - len(claims))]
+
+    async def _take_of_group(
+        self, request: ClaimRequest, owners: Sequence[str], query: Json,
+        order: Sequence[tuple[str, int]] | None = None,
+    ) -> list[Claim | None]:  # fmt: skip
+        """Claim open slots of the first group that matches ``query``, by one atomic write."""
+        task = await self._collection(TASK).find_one_and_update(
+            query, lease.claim_slots(lease.OPEN, owners, request.lease_seconds),
+            sort=order, return_document=ReturnDocument.AFTER,
         )  # fmt: skip
+        claims = [] if task is None else lease.new_claims(task, owners)
+        return [*claims, *[None] * (len(owners) - len(claims))]
 
     async def _own_records(self, claims: Sequence[Claim]) -> None:
         """Make the Records of ``claims`` theirs. Raises StoreError unless all of them are sampled."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import time
@@ -11,7 +10,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import bson
 from bson.raw_bson import RawBSONDocument
 from pymongo import ASCENDING, ReplaceOne, UpdateOne
 from pymongo.errors import DuplicateKeyError
@@ -37,7 +35,6 @@ from agentrl.store.mechanics.connection import (
     WriteCoalescer,
     abort,
     database_call,
-    use_session,
 )
 from agentrl.store.mechanics.lease import lease_lost, literal, lost_claims
 from agentrl.store.mechanics.retry import is_outage
@@ -255,7 +252,7 @@ class ModelCalls(Repository):
             kept, dropped = calls[:first], [call.id for call in calls[first:]]
             records = self._collection(RECORD)
             record = await records.find_one(running_record(claim))
-            if record is None or await self._lost([claim]):
+            if record is None:
                 raise lease_lost(claim)
             if await records.find_one({"_id": kept_as}, {"_id": 1}) is not None:
                 return 0  # an earlier try did it, whose answer an outage lost
@@ -303,11 +300,6 @@ class ModelCalls(Repository):
         if await lost_claims(self._connection, [claim]):
             raise lease_lost(claim)
 
-    async def _lost(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Return the claims that are lost, outside the transaction, which makes another call meanwhile."""
-        with use_session(None):
-            return await lost_claims(self._connection, claims)
-
     async def _add_batch(self, groups: Sequence[Sequence[_Addition]]) -> Sequence[None] | None:
         """Store the additions of several trajectories; return None if some must be stored on their own."""
         additions = [each for group in groups for each in group]
@@ -316,11 +308,8 @@ class ModelCalls(Repository):
         new = [each.document for each in additions if each.is_new]
 
         async def write() -> bool:
-            lost, counted = await asyncio.gather(
-                self._lost([group[0].claim for group in groups]),
-                self._collection(RECORD).bulk_write(counts),
-            )
-            if lost or counted.matched_count < len(counts):
+            # Do not read the slots: what ends a claim writes its Record too, which then does not match.
+            if (await self._collection(RECORD).bulk_write(counts)).matched_count < len(counts):
                 await abort()
                 return False
             if new:
@@ -382,12 +371,9 @@ class ModelCalls(Repository):
                 UpdateOne(answering(answer.request), answer.end(call))
                 for answer, call in zip(answers, calls, strict=True)
             ]
-            lost, counted = await asyncio.gather(
-                self._lost([answer.claim for answer in answers]),
-                self._collection(RECORD).bulk_write(counts),
-            )
+            counted = await self._collection(RECORD).bulk_write(counts)
             ended = await self._collection(GATEWAY_CALL).bulk_write(ends)
-            if lost or counted.matched_count < len(calls) or ended.matched_count < len(calls):
+            if counted.matched_count < len(calls) or ended.matched_count < len(calls):
                 await abort()
                 return None
             documents = [await encoded(self._blobs, call) for call in calls]
@@ -414,8 +400,8 @@ async def read_model_calls(
 
 async def encoded(blobs: Blobs, call: DispatchedSamplingTask) -> RawBSONDocument:
     """Return the document of a model call with its checksum, after its large fields were moved to GridFS."""
-    # Encode once: batches weigh these bytes, and the driver sends them as they are.
-    return RawBSONDocument(bson.encode(sealed(MODEL_CALL, await blobs.offload(call.to_document()), "all")))
+    # Encode once: the checksum is of these bytes, batches weigh them, and the driver sends them as they are.
+    return RawBSONDocument(await blobs.encode(call.to_document()))
 
 
 def _moved(call: DispatchedSamplingTask, record: str, to: str) -> DispatchedSamplingTask:

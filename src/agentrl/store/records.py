@@ -240,7 +240,10 @@ class Records(Repository):
         raise StoreError(f"Record {claim.record_id} is {stored.status} and cannot become {status}")
 
     async def _advance_batch(self, advances: Sequence[_Advance]) -> Sequence[None] | None:
-        if await lost_claims(self._connection, [each.claim for each in advances]):
+        # Ask for the claim once, when the Record is new: an owner may have lost its slot before it inserted
+        # the Record. Whatever ends a claim later writes the Record too, so that ``update`` does not match.
+        begun = [each.claim for each in advances if each.status is RecordStatus.RUNNING]
+        if begun and await lost_claims(self._connection, begun):
             return None
         updates = [each.update for each in advances]
         result = await self._collection(RECORD).bulk_write(updates, ordered=False)

@@ -70,6 +70,12 @@ class Blobs:
                     await self._upload(file)
         return document
 
+    async def encode(self, document: Json) -> bytes:
+        """Return the document as BSON with a checksum of all of it; ``offload`` a large one first."""
+        data = _sealed_bytes(document)
+        # Look at no field of a small one: none of them moves.
+        return data if len(data) <= _LIMIT else _sealed_bytes(await self.offload(document))
+
     async def rewrite(self, document: Json) -> Json:
         """Do the same as ``offload`` in a transaction; call ``delete`` first."""
         document, files = _split(document)
@@ -215,6 +221,14 @@ def checksum(collection: str, part: str, document: Mapping[str, Any]) -> str:
 def sealed(collection: str, document: Json, *parts: str) -> Json:
     """Return the document with the checksums of ``parts``."""
     return {**document, CHECKSUMS: {part: checksum(collection, part, document) for part in parts}}
+
+
+def _sealed_bytes(document: Json) -> bytes:
+    """Return the document as BSON, with the checksum of all its other fields as its last one."""
+    content = bson.encode({name: value for name, value in document.items() if name != CHECKSUMS})
+    seal = bson.encode({CHECKSUMS: {"all": hashlib.sha256(content).hexdigest()}})
+    # Join their fields: a document is its length in four bytes, the fields, and a zero byte.
+    return (len(content) + len(seal) - 5).to_bytes(4, "little") + content[4:-1] + seal[4:]
 
 
 def seal(collection: str, part: str, fields: Mapping[str, Any]) -> Json:
