@@ -106,7 +106,7 @@ def _read_plain(cls: type[D], document: Mapping[str, Any]) -> D:
     # Try first without a look at each field: training data have a span for each model call.
     try:
         return cls(**document)
-    except TypeError:  # a field is missing, or unknown
+    except (AttributeError, TypeError, ValueError):  # a field is missing, unknown or damaged
         return _read(cls, document)
 
 
