@@ -436,7 +436,7 @@ class Claims(Repository):
     async def _claim_batch(
         self, requests: Sequence[ClaimRequest]
     ) -> list[Claim | PyMongoError | None] | None:
-        """Claim for all owners, one group after another; None if the requests differ in more than the owner.
+        """Claim for all owners; None if the requests differ in more than the owner.
 
         Claims that were made before an error are returned.
         """
