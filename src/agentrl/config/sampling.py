@@ -549,7 +549,9 @@ class SamplingConfig(Flags):
         per_process=True,
     )
     resample_error_records: bool = flag(
-        False, "reopen failed slots when the sampler starts", per_process=True
+        False,
+        "reopen failed slots when the sampler starts, but for those that failed as `poison` or `replay`",
+        per_process=True,
     )
 
     def __post_init__(self) -> None:

@@ -49,6 +49,7 @@ from agentrl.store.mechanics.connection import (
 from agentrl.store.mechanics.lease import FREE, QUEUED, after, literal, lost_claims
 from agentrl.store.records import (
     LEASE,
+    MOST_RESTARTS,
     CompletedGroups,
     adopt_records,
     end_records,
@@ -421,13 +422,25 @@ class Claims(Repository):
     async def reopen_failed(self, split: str) -> int:
         """Open the failed slots of groups that are not finalized, with all their attempts.
 
-        Conversations stay as they are: their users are gone. Returns the number of Tasks.
+        Conversations stay as they are: their users are gone. So do slots that kill their samplers, and those
+        whose tools cannot be restored: every start would repeat what has failed three times. `agentrl db
+        reopen` opens them by name. Returns the number of Tasks.
         """
-        failed = {"$eq": ["$$slot.status", SlotStatus.FAILED.value]}
+        failed = {
+            "$and": [
+                {"$eq": ["$$slot.status", SlotStatus.FAILED.value]},
+                {"$lt": [{"$ifNull": ["$$slot.deaths", 0]}, POISON_DEATHS]},
+                {"$lt": [{"$ifNull": ["$$slot.restarts", 0]}, MOST_RESTARTS]},
+            ]
+        }
+        reopened = {
+            "status": SlotStatus.FAILED.value,
+            "deaths": {"$not": {"$gte": POISON_DEATHS}}, "restarts": {"$not": {"$gte": MOST_RESTARTS}},
+        }  # fmt: skip
         query = {
             "split": split,
             "status": {"$in": [TaskStatus.RUNNING.value, TaskStatus.WAITING.value]},
-            "slots.status": SlotStatus.FAILED.value,
+            "slots": {"$elemMatch": reopened},
             "epoch": {"$ne": CONVERSATIONS},
         }
         result = await self._collection(TASK).update_many(query, lease.change_slots(failed, lease.REOPENED))
