@@ -303,7 +303,7 @@ def test_services_follow_the_rate_of_the_trainer(model: PlannedModel) -> None:
     assert slow.turns_per_second == 10
     assert slow.generated_per_second == 2000
     assert slow.in_flight == 2000 // 50 + 10
-    assert slow.sampler_cores == pytest.approx(10 * 1.4e-3)  # the figure of docs/benchmarks.md
+    assert slow.sampler_cores == pytest.approx(10 * 2.7e-3)  # the figure of docs/benchmarks.md
     assert slow.samplers == slow.engines == 1
     assert fast.sampler_cores == pytest.approx(10 * slow.sampler_cores)
     assert fast.stored_gib_per_hour == pytest.approx(10 * slow.stored_gib_per_hour)

@@ -207,15 +207,15 @@ _RECOMPUTED = {"none": 1.0, "selective": 1.05, "full": 4 / 3}
 
 _LAYER_SECONDS = 3e-3
 """Time in which Python launches the kernels of a layer, forward and backward; an assumption."""
-_SAMPLER_MS = ((6_000, 1.4), (75_000, 2.8))
+_SAMPLER_MS = ((6_000, 2.7), (75_000, 4.6))
 """(tokens of context, CPU milliseconds a turn) of a sampler."""
 _GATEWAY_MS = ((6_000, 6.9), (75_000, 9.1))
 """The same for a call through the gateway."""
-_SAMPLER_MIB = 516 / 1000
+_SAMPLER_MIB = 494 / 1000
 """Memory per concurrent trajectory of 6K tokens."""
 _MONGOD_TRAJECTORIES = 17.3 / 0.499
 """Trajectories per second and core of mongod, with 1,000 samplers."""
-_STORED_BYTES = 215 * 1024 / 20_000
+_STORED_BYTES = 220 * 1024 / 20_000
 """Bytes on disk per token of a trajectory of 20 turns."""
 _BUSY = 0.5
 """Fraction of a core that is planned to be used."""
