@@ -5,9 +5,9 @@
 Each seed trains the two-layer model of ``learning.py --case frozen_lake`` twice, with a local engine, two
 samplers and a trainer of their own: trajectories of several turns in an environment whose state is made again
 by replay. In the second run the older sampler gets SIGTERM every 30 seconds and is replaced, so that all are
-restarted once a minute, one after the other. ``agentrl db check --final`` checks each run. Exits with 1 if
-the restarted run needs more than 1.1 × the seconds of a step, or if its reward is lower than by chance: more
-than two standard errors of the steps in the second half of the run.
+restarted once a minute, one after the other. ``agentrl db check`` checks each run. Exits with 1 if a step of
+the restarted run takes more than 1.1 × the seconds, or if its mean reward over the second half of the steps
+is lower by more than two standard errors.
 """
 
 from __future__ import annotations

@@ -341,7 +341,7 @@ class Worker:
             await self.snapshots.delete(claim.record_id)
 
     async def _require_no_signal(self, claim: Claim, why: str) -> None:
-        """Raise CancelledError if this process stops: what ended its tools or engines is no failure."""
+        """Raise CancelledError if this process is stopping: its signal may have ended tools and engines."""
         # Wait a moment: a signal to the process group may end a tool server before this process sees it.
         with suppress(TimeoutError):
             await asyncio.wait_for(self.stop.wait(), _SIGNAL_SECONDS)

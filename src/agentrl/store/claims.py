@@ -511,7 +511,7 @@ class Claims(Repository):
         # Claim of several groups at once: one after another, each would wait for the journal.
         count = {"$size": {"$filter": {"input": "$slots", "as": "slot", "cond": lease.OPEN}}}
         claims: list[Claim | None] = []
-        while not any(claims):  # other processes may take all that was found
+        while not any(claims):  # others took all that was found: slots are fewer each time
             groups = self._collection(TASK).find(query, {"open": count}, sort=order, limit=len(owners))
             shares: list[tuple[str, Sequence[str]]] = []
             left = owners

@@ -97,6 +97,22 @@ async def begun(store: Store, slow: int, **given: Any) -> tuple[Setting, Claim, 
     return setting, claim, running
 
 
+async def released(store: Store, slow: int, **given: Any) -> tuple[Setting, Claim]:
+    """A trajectory that ``begun`` has begun, and whose owner has given it back."""
+    setting, claim, running = await begun(store, slow, **given)
+    await cancel(running)
+    await store.attempts.release(claim)
+    return setting, claim
+
+
+async def adopted(store: Store) -> Claim:
+    """The claim of the next owner of a trajectory that was given back in its third tool call."""
+    await released(store, 3)
+    claim = await store.claims.claim(split="train", owner="new", lease_seconds=60)
+    assert claim is not None
+    return claim
+
+
 async def expire(store: Store, claim: Claim) -> None:
     ends = {"slots.0.lease_expires_at": claim.task.created_at, "lease_deadline": claim.task.created_at}
     await store.database["Task"].update_one({"_id": claim.task.id}, {"$set": ends})
@@ -139,9 +155,7 @@ async def test_a_template_that_shows_the_time_renders_the_same_for_the_next_owne
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dated = format_of("{{ strftime_now('%H:%M:%S.%f') }}" + PLAIN)
-    _, claim, running = await begun(store, 3, chat_format=dated)
-    await cancel(running)
-    await store.attempts.release(claim)
+    await released(store, 3, chat_format=dated)
     new = sampler(store, chat_format=dated)
     await new.run()
     record = await only_record(new)
@@ -170,9 +184,7 @@ async def test_of_two_that_take_over_at_once_one_goes_on_and_an_outside_call_is_
 
 
 async def test_a_released_trajectory_keeps_what_its_tools_have_done(store: Store) -> None:
-    old, claim, running = await begun(store, 3)
-    await cancel(running)
-    await store.attempts.release(claim)
+    old, _ = await released(store, 3)
     assert (await only_record(old)).status is RecordStatus.RELEASED
     assert await violations(store) == []
     new = sampler(store)
@@ -184,9 +196,7 @@ async def test_a_released_trajectory_keeps_what_its_tools_have_done(store: Store
 
 
 async def test_where_the_agent_goes_another_way_the_old_branch_is_kept_and_not_trained(store: Store) -> None:
-    _, claim, running = await begun(store, 4)
-    await cancel(running)
-    await store.attempts.release(claim)
+    _, claim = await released(store, 4)
     before = await store.model_calls.by_record(claim.record_id)
     await store.database["DispatchedSamplingTask"].update_one(  # as if the template had changed since
         {"_id": before[2].id}, {"$set": {"context_ids": before[1].context_ids + before[2].context_ids}}
@@ -309,11 +319,7 @@ async def test_a_lost_session_is_made_again_by_its_calls_or_the_trajectory_begin
 async def test_a_signal_that_ends_the_tools_does_not_let_a_trajectory_begin_anew(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, claim, running = await begun(store, 3)
-    await cancel(running)
-    await store.attempts.release(claim)
-    new = await store.claims.claim(split="train", owner="new", lease_seconds=60)
-    assert new is not None
+    new = await adopted(store)
     setting = sampler(store)
 
     async def replay(*_: object) -> int:
@@ -333,11 +339,7 @@ async def test_a_signal_that_ends_the_tools_does_not_let_a_trajectory_begin_anew
 async def test_what_a_tool_adds_while_a_branch_is_dropped_is_counted(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, claim, running = await begun(store, 3)
-    await cancel(running)
-    await store.attempts.release(claim)
-    new = await store.claims.claim(split="train", owner="new", lease_seconds=60)
-    assert new is not None
+    new = await adopted(store)
     await store.records.create(new)
     calls = await store.model_calls.by_record(new.record_id)
     late = replace(calls[1], revision=9, tool_executions=calls[1].tool_executions * 2)
@@ -387,9 +389,7 @@ async def test_answers_of_an_environment_may_be_larger_than_a_document(store: St
 
 
 async def test_a_tool_that_ends_long_after_the_last_owner_is_no_late_write(store: Store) -> None:
-    _, claim, running = await begun(store, 2)
-    await cancel(running)
-    await store.attempts.release(claim)
+    _, claim = await released(store, 2)
     long_ago = {f"owners.0.{name}": datetime.now(UTC) - timedelta(hours=1) for name in ("since", "until")}
     await store.database["Record"].update_one({"_id": claim.record_id}, {"$set": long_ago})
     times = {"created_at": long_ago["owners.0.since"]}
@@ -424,9 +424,7 @@ async def test_arguments_of_a_model_and_values_of_an_agent_come_back_as_they_wer
 
 
 async def test_parallel_calls_of_earlier_owners_spend_the_time_that_they_took_together(store: Store) -> None:
-    _, claim, running = await begun(store, 2)
-    await cancel(running)
-    await store.attempts.release(claim)
+    await released(store, 2)
     await store.database["DispatchedSamplingTask"].update_many({}, {"$set": {"generate_seconds": 3000.0}})
     new = sampler(store)
     await new.run()

@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from test_journal import Next, read_again
 from trajectories import ANSWER, Trajectory
 
+from agentrl.calls.journal import Journal
+from agentrl.calls.trajectory_calls import TrajectoryCalls
 from agentrl.documents.document import now, sanitize_bson
-from agentrl.documents.model_call import Event, read_arguments, storable_arguments
+from agentrl.documents.model_call import Event, ToolExecution, read_arguments, storable_arguments
 from agentrl.documents.status import StopReason
 from agentrl.errors import TrajectoryError
 from agentrl.rollout.agent_io import Outcome
@@ -147,3 +149,52 @@ async def test_a_question_after_one_that_failed_is_stored() -> None:
     first = Trajectory("a")
     await first.run(agent)
     assert [event.name for event in first.calls[0].events] == ["b"]
+
+
+@pytest.mark.parametrize("number", [math.nan, -math.inf, 2**70, 1.0])
+def test_a_stored_tool_run_is_found_by_any_arguments(number: float) -> None:
+    """One with effects outside would run twice otherwise."""
+    given = {"a": [number], "b": {"c": number}}
+    run = ToolExecution(
+        name="send", arguments=storable_arguments(given), result="sent", error=False, seconds=0.0
+    )
+    stored = ToolExecution.from_document(bson.decode(bson.encode(run.to_document()), READ))
+
+    async def never(*_: object) -> None:
+        raise AssertionError
+
+    journal = Journal([], never, never)
+    assert journal.execution([stored], "send", {**given, "a": [0.5]}) is None
+    left = [stored]
+    assert journal.execution(left, "send", given) is stored
+    assert left == []
+
+
+async def test_a_slow_question_delays_only_those_with_its_arguments() -> None:
+    """The next owner gets equal questions in their order; others are stored when they are answered."""
+    calls: list[TrajectoryCalls] = []
+
+    async def agent(rollout: Rollout) -> Outcome:
+        await rollout.generate()
+        calls.append(rollout._calls)
+        going = asyncio.Event()
+
+        async def ask(arguments: str, *, is_slow: bool) -> None:
+            async def answer() -> str:
+                if is_slow:
+                    await going.wait()
+                return arguments
+
+            await rollout._calls.event("tool", answer, arguments)
+
+        slow = asyncio.create_task(ask("a", is_slow=True))
+        await asyncio.sleep(0)
+        equal = asyncio.create_task(ask("a", is_slow=False))
+        await ask("b", is_slow=False)
+        seen = [event.arguments for event in rollout._calls.made[0].events]
+        going.set()
+        await asyncio.gather(slow, equal)
+        return Outcome(StopReason.ANSWERED, str(seen))
+
+    assert (await Trajectory("x").run(agent)).final_answer == "['b']"
+    assert [event.arguments for event in calls[0].made[0].events] == ["b", "a", "a"]
