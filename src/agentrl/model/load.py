@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,6 +34,11 @@ from agentrl.weights.folder import base_folder, is_adapter, read_config, stored_
 from agentrl.weights.snapshot import PublishedModel, WeightSource, model_parts
 
 _LISTED = 3
+
+ONE_BUILD = threading.RLock()
+"""Held by a thread that builds a transformers model. ``from_pretrained`` replaces ``tie_weights`` of all
+classes and torch's default dtype meanwhile: a second thread would restore what the first one had put there,
+and no later model of the process would have tied weights."""
 
 
 def check_report(where: str, model: Any, report: Mapping[str, Any]) -> None:
@@ -231,7 +237,7 @@ def load_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> PreTrai
     """Load the model in ``folder`` with its weights in ``dtype``; ModelError if it cannot be loaded whole."""
     disable_progress_bar: Callable[[], None] = transformers_logging.disable_progress_bar
     disable_progress_bar()
-    with _explained(folder):
+    with ONE_BUILD, _explained(folder):
         model, report = _model_class(folder).from_pretrained(
             str(folder),
             dtype=dtype,
@@ -246,7 +252,7 @@ def load_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> PreTrai
 def empty_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return what ``load_model`` does, on the meta device: without reading weights."""
     # Keep linspace off the meta device: models' own code may call .item() on its result.
-    with _explained(folder), torch.device("meta"), meta_device_safe_creation_ops():
+    with ONE_BUILD, _explained(folder), torch.device("meta"), meta_device_safe_creation_ops():
         found = AutoConfig.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code)
         model = _model_class(folder).from_config(
             found, dtype=dtype, attn_implementation="sdpa", trust_remote_code=config.trust_remote_code

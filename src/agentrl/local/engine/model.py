@@ -39,7 +39,7 @@ from agentrl.local.engine.linears import (
 )
 from agentrl.model.attention import set_attention
 from agentrl.model.flops import ModelShape, bfloat16_speed
-from agentrl.model.load import check_report
+from agentrl.model.load import ONE_BUILD, check_report
 from agentrl.model.routing import record_choices
 from agentrl.model.vision import PixelReader, image_features
 from agentrl.weights.folder import expert_shape, stored_dtype
@@ -487,7 +487,7 @@ class LocalModel:
 
     def unload(self) -> None:
         """Drop the weights; ``updated`` returns a model that has some again."""
-        with torch.device("meta"):
+        with ONE_BUILD, torch.device("meta"):
             self._model = type(self._model)(self._model.config)
 
     def new_cache(self, max_tokens: int) -> KVCache:
@@ -630,9 +630,10 @@ def _load(
     where = folder or "the update"
     given = {} if like is None else {"config": like.config, "state_dict": tensors}
     try:
-        loaded: Any = kind.from_pretrained(
-            folder, **given, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
-        )
+        with ONE_BUILD:
+            loaded: Any = kind.from_pretrained(
+                folder, **given, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+            )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"the weights in {where} cannot be loaded: {error}") from error
     model, report = loaded

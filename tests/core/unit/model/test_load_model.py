@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_policy import write_tiny_policy
 from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from written_adapter import write_adapter
 
 from agentrl.config.schema import AdapterConfig, ModelConfig
@@ -36,6 +39,17 @@ def test_a_model_is_loaded_with_its_tokenizer_and_without_dropout(folder: Path) 
     assert all(module.p == 0.0 for module in policy.model.modules() if isinstance(module, nn.Dropout))
     dropouts = [m.attention_dropout for m in policy.model.modules() if hasattr(m, "attention_dropout")]
     assert dropouts == [0.0, 0.0]
+
+
+def test_threads_that_load_at_once_leave_tied_weights_tied(folder: Path) -> None:
+    def load(_: int) -> bool:
+        model: Any = load_policy(config(folder)).model
+        return model.lm_head.weight is model.model.embed_tokens.weight
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(load, range(24)))
+    built: Any = Qwen3ForCausalLM(Qwen3Config.from_pretrained(folder))
+    assert built.lm_head.weight is built.model.embed_tokens.weight
 
 
 def test_the_runs_own_chat_template_wins(folder: Path, tmp_path: Path) -> None:
