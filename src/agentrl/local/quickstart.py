@@ -58,7 +58,7 @@ RIGHT = 0.5
 EXCERPT_CHARS = 96
 
 ENDS = 3
-"""Number of steps at each end of the run over which the reward is averaged."""
+"""Steps at each end of the run over which the reward is averaged; as many right ones solve it."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,16 @@ class QuickstartOutcome:
         """The mean reward of the last three steps."""
         return fmean(self.rewards[-ENDS:])
 
+    @property
+    def is_solved(self) -> bool:
+        """All trajectories of the last three steps are right."""
+        return is_solved(self.rewards)
+
+
+def is_solved(rewards: Sequence[float]) -> bool:
+    """Return whether the last ENDS rewards are there and 1: such groups have no signal to train on."""
+    return len(rewards) >= ENDS and min(rewards[-ENDS:]) >= 1.0
+
 
 async def read_outcome(run_name: str, output: Path) -> QuickstartOutcome | None:
     """Read the rewards from the database and plot them; None if there is no step."""
@@ -137,6 +147,7 @@ def print_report(run_name: str, output: Path, outcome: QuickstartOutcome) -> Non
         f"a step      {outcome.seconds:.1f} s of training (median), {outcome.tokens:,.0f} tokens computed"
         f" for model calls of {outcome.call_tokens:,.0f}",
         f"sampled     {outcome.sampled} trajectories; {outcome.abandoned} of them are abandoned",
+        *([f"solved      all trajectories of the last {ENDS} steps are right"] if outcome.is_solved else []),
         f"plot        {outcome.plot}",
         f"checkpoint  {max(output.glob('checkpoint-*'), default=output)}",
         f"database    {run_name} in .agentrl/mongo (the server ends now; `{agentrl} mongo up` starts it)",
@@ -260,13 +271,18 @@ class Pace:
         *,
         minutes: float | None,
         least_minutes: float,
+        ends_when_solved: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin now. ``minutes`` is the user's limit; without it the limit follows the measured speed.
 
-        That default is at least ``least_minutes``, which is also the limit of the first step.
+        That default is at least ``least_minutes``, which is also the limit of the first step. A run that
+        ``ends_when_solved`` ends after the step that solves it.
         """
         self.steps = steps
+        self.is_solved = False
+        """The deadline is now, because the run is solved."""
+        self._ends_when_solved = ends_when_solved
         self.waiting = "the engine has not started"
         """What the run waits for before its first step."""
         self._minutes = minutes
@@ -304,6 +320,9 @@ class Pace:
         left = self.steps - done
         if left <= 0 or self.is_over:
             return None
+        if self._ends_when_solved and is_solved([float(item["reward"]) for item in self._metrics]):
+            self.is_solved, self._deadline = True, now
+            return f"solved at step {done} of {self.steps}: {ENDS} steps in a row have the reward 1"
         before, began = self._first
         each = (now - began) / (done - before) if done > before else _first_estimate(metrics, sampling)
         if self._minutes is None:
@@ -581,14 +600,17 @@ def run_quickstart(
         _report(f"database: {mongo.up().shown_uri} (data in {_MONGO_DIR})")
         with dashboard(run.name, run.logs / "dashboard.out") as address:
             _report(f"dashboard: {address}")
-            pace = Pace(run.steps, minutes=flags.minutes, least_minutes=run.preset.minutes)
+            pace = Pace(
+                run.steps, minutes=flags.minutes, least_minutes=run.preset.minutes,
+                ends_when_solved=flags.steps is None,
+            )  # fmt: skip
             extended = "" if flags.minutes is not None else ", or more after the first step if it is slow"
             _report(f"{run.steps} steps, at most {pace.limit}{extended}")
             plan = _plan(run, flags, model, train, engine, teacher)
             groups = int(yaml.safe_load(run.recipe.read_text(encoding="utf-8"))["groups_per_step"])
             with told_progress(RunConfig(run_name=run.name), groups, pace, _report) as serving:
                 code = run_processes(plan, pace.deadline, serving)
-                is_over = pace.is_over
+                is_over = pace.is_over and not pace.is_solved
             _conclude(run, pace, code, is_over=is_over)
             if sys.stdin.isatty() and sys.stdout.isatty():
                 _report(f"the dashboard stays until Ctrl-C: {address}")

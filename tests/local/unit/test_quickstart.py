@@ -216,6 +216,28 @@ def test_a_run_that_its_limit_ends_names_the_slow_part(clock: Clock) -> None:
     assert error.hint.startswith("the same command trains the rest: give it --minutes 11;")
 
 
+def test_a_run_ends_when_three_steps_in_a_row_are_right(clock: Clock) -> None:
+    run = Pace(12, minutes=None, least_minutes=10.0, ends_when_solved=True, clock=clock)
+    for done, reward in enumerate([0.1, 1.0, 1.0, 0.9, 1.0, 1.0], 1):
+        clock.now += 10
+        run.step(done, {**METRICS, "reward": reward}, sampling=5.0)
+        assert not run.is_solved
+        assert run.deadline() > clock.now
+    clock.now += 10
+    line = run.step(7, {**METRICS, "reward": 1.0}, sampling=5.0)
+    assert line == "solved at step 7 of 12: 3 steps in a row have the reward 1"
+    assert run.is_solved
+    assert run.deadline() == clock.now
+
+
+def test_a_run_with_given_steps_trains_all_of_them(clock: Clock) -> None:
+    run = pace(clock)
+    for done in range(1, 5):
+        run.step(done, {**METRICS, "reward": 1.0}, sampling=5.0)
+    assert not run.is_solved
+    assert run.deadline() > clock.now
+
+
 def test_a_run_without_a_step_says_what_it_waited_for(clock: Clock) -> None:
     run = pace(clock)
     run.waiting = "waiting for the engine, which loads the model (590 s)"
