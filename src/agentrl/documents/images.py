@@ -261,17 +261,16 @@ def decoded(picture: Picture, where: str) -> Picture:
     from PIL import Image as Pillow
     from PIL import ImageOps
 
+    _silence_pillow()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            picture.seek(0)
-            picture.load()
-            upright = ImageOps.exif_transpose(picture)
-            if upright.has_transparency_data:
-                upright = upright.convert("RGBA")
-                white = Pillow.new("RGBA", upright.size, "white")
-                upright = Pillow.alpha_composite(white, upright)
-            return upright.convert("RGB")
+        picture.seek(0)
+        picture.load()
+        upright = ImageOps.exif_transpose(picture)
+        if upright.has_transparency_data:
+            upright = upright.convert("RGBA")
+            white = Pillow.new("RGBA", upright.size, "white")
+            upright = Pillow.alpha_composite(white, upright)
+        return upright.convert("RGB")
     # Catch everything: for damaged files Pillow raises SyntaxError, struct.error and others beside OSError.
     except Exception as error:
         raise ImageError(
@@ -286,11 +285,10 @@ def _opened(data: bytes, where: str) -> Picture:
         from PIL import Image as Pillow
     except ImportError as error:
         raise ImageError("images need Pillow", hint="pip install 'pillow>=11'") from error
+    _silence_pillow()  # the limit below is stricter than Pillow's
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the limit below is stricter than Pillow's
-            # Name the formats: Pillow has more, and for EPS it starts Ghostscript on what others sent.
-            picture = Pillow.open(io.BytesIO(data), formats=tuple(_FORMATS))
+        # Name the formats: Pillow has more, and for EPS it starts Ghostscript on what others sent.
+        picture = Pillow.open(io.BytesIO(data), formats=tuple(_FORMATS))
     except Exception as error:
         raise ImageError(
             f"{where} is not an image that can be read ({len(data):,} bytes)",
@@ -308,6 +306,15 @@ def _opened(data: bytes, where: str) -> Picture:
             hint="cut it into several images",
         )
     return picture
+
+
+def _silence_pillow() -> None:
+    """Ignore the warnings of Pillow, and of nothing else, for the rest of the process.
+
+    Images are decoded in threads, and of two blocks of ``catch_warnings`` that overlap the second one would
+    leave all warnings of the process ignored.
+    """
+    warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def _too_large(where: str, size: int) -> ImageError:

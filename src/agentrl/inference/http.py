@@ -48,6 +48,7 @@ class Incoming:
     def __init__(self, reader: asyncio.StreamReader) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
+        self.has_begun = False
         self.has_head = False
         self.is_complete = False
         self.keeps_connection = False
@@ -60,6 +61,7 @@ class Incoming:
     async def read(self) -> None:
         """Read and parse what arrives next. Raises ConnectionError."""
         data = await self._reader.read(_PIECE)
+        self.has_begun = self.has_begun or bool(data)
         if not data:
             # Take the end of the connection for the end of a body without a length, as HTTP/1.1 does.
             has_length = "content-length" in self.headers or "transfer-encoding" in self.headers
@@ -118,7 +120,8 @@ class EngineConnection:
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    used_at: float
+    used_at: float | None = None
+    """When its last answer ended; None before the first."""
 
 
 class Connections:
@@ -168,11 +171,8 @@ class Connections:
         ]
         if (broken := next(filter(_NOT_IN_HEAD.search, lines), None)) is not None:
             raise ValueError(f"a line break in the head of a request: {broken[:100]!r}")
-        connection = await self._connection()
-        answer = Incoming(connection.reader)
+        connection, answer = await self._send("\r\n".join([*lines, "\r\n"]).encode("latin-1"), body)
         try:
-            connection.writer.writelines(("\r\n".join([*lines, "\r\n"]).encode("latin-1"), body))
-            await connection.writer.drain()
             while not answer.has_head:
                 await answer.read()
             yield answer
@@ -183,10 +183,30 @@ class Connections:
                 connection.used_at = time.monotonic()
                 self._idle.append(connection)
 
+    async def _send(self, head: bytes, body: bytes) -> tuple[EngineConnection, Incoming]:
+        """Send a request; return its connection and its answer, which has begun to arrive.
+
+        A kept connection that ends before was closed while it was idle, and another one is used. As a failure
+        of the engine, all trajectories would avoid it for a while.
+        """
+        while True:
+            connection = await self._connection()
+            answer = Incoming(connection.reader)
+            try:
+                connection.writer.writelines((head, body))
+                await connection.writer.drain()
+                await answer.read()
+                return connection, answer
+            except BaseException as error:
+                connection.writer.close()
+                is_stale = isinstance(error, ConnectionError) and connection.used_at is not None
+                if not is_stale or answer.has_begun:
+                    raise
+
     async def _connection(self) -> EngineConnection:
         while self._idle:
             connection = self._idle.pop()
-            is_recent = time.monotonic() - connection.used_at < _KEEP_ALIVE_SECONDS
+            is_recent = time.monotonic() - (connection.used_at or 0.0) < _KEEP_ALIVE_SECONDS
             if is_recent and not connection.reader.at_eof() and not connection.writer.is_closing():
                 return connection
             connection.writer.close()
@@ -200,7 +220,7 @@ class Connections:
                     reader, writer = await self._through(urlsplit(self._proxy))
         except TimeoutError as error:
             raise ConnectionError(f"no connection within {_CONNECT_SECONDS:g} s") from error
-        return EngineConnection(reader, writer, time.monotonic())
+        return EngineConnection(reader, writer)
 
     async def _through(self, proxy: SplitResult) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to a proxy; for an encrypted connection, through it. Raises ConnectionError."""

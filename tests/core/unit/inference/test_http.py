@@ -23,6 +23,8 @@ class Server:
     def __init__(self) -> None:
         self.answer = PLAIN
         self.closes = False
+        self.drops = 0
+        """Requests that get no answer, but the end of their connection."""
         self.connections = 0
         self.requests: list[bytes] = []
         self.closed = asyncio.Event()
@@ -35,6 +37,9 @@ class Server:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length"))
                 self.requests.append(head + await reader.readexactly(int(length.split(b":")[1])))
+                if self.drops:
+                    self.drops -= 1
+                    break
                 writer.write(self.answer)
                 if self.closes:
                     break
@@ -86,6 +91,30 @@ async def test_a_connection_that_the_server_closed_is_not_used_again(
         await server.closed.wait()
         await asyncio.sleep(0.01)  # the end of the connection arrives
     assert server.connections == 3
+
+
+async def test_a_connection_that_ends_while_a_request_is_sent_is_replaced(
+    server: Server, connections: Connections
+) -> None:
+    await asyncio.gather(*(ask(connections) for _ in range(3)))
+    server.drops = 3
+    assert await ask(connections) == b"hello"
+    assert server.connections == 4
+    assert len(server.requests) == 7
+    # A new connection that ends is a failure of the server, and so is half an answer.
+    server.closes = True
+    assert await ask(connections) == b"hello"
+    await server.closed.wait()
+    await asyncio.sleep(0.01)
+    server.drops = 1
+    with pytest.raises(ConnectionError, match="closed the connection"):
+        await ask(connections)
+    server.closes = False
+    assert await ask(connections) == b"hello"
+    server.answer, server.closes, count = PLAIN[:9], True, len(server.requests)
+    with pytest.raises(ConnectionError, match="closed the connection"):
+        await ask(connections)
+    assert len(server.requests) == count + 1
 
 
 async def test_a_connection_with_half_an_answer_is_closed(server: Server, connections: Connections) -> None:
