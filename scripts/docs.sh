@@ -6,13 +6,13 @@
 # PYTHON  Python interpreter, 3.11 or newer (default: python3)
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
+. "$(dirname "$0")/lib/install.sh"
 cd "$(dirname "$0")/.."
 
 venv=.venv-docs
 if ! cmp --quiet requirements/docs.txt "$venv/installed.txt"; then
   "${PYTHON:-python3}" -m venv "$venv"
-  step "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt \
-    2> >(grep -v '^WARNING: Location' >&2)
+  install_into "$venv" -r requirements/docs.txt
   cp requirements/docs.txt "$venv/installed.txt"
 fi
 

@@ -6,8 +6,10 @@
 # PYTHON               Python interpreter, 3.11 or newer (default: the newest one found)
 # AGENTRL_VENV         folder of the virtual environment (default: .venv)
 # AGENTRL_TORCH_INDEX  package index of torch (default: the CPU index if there is no GPU and it can be reached)
+# AGENTRL_INSTALLER    uv or pip (default: uv, of the PATH or else from PyPI; pip where uv cannot install)
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
+. "$(dirname "$0")/lib/install.sh"
 cd "$(dirname "$0")/.."
 
 venv=${AGENTRL_VENV:-.venv}
@@ -120,19 +122,33 @@ pip() {
   return "$code"
 }
 
+# By uv, or by pip. Tests import most of what is installed, so that all of it is compiled for them.
+compile=--no-compile
+[ -z "$extras" ] || compile=--compile
+install() {
+  local quiet=--quiet
+  [ ! -t 2 ] || quiet=
+  uv_install "$venv" $quiet $compile --reinstall-package agentrl "$@" || pip install $compile "$@"
+}
+
 printf 'setup: installing into %s (a few minutes, once)\n' "$venv"
 torch=$(grep '^torch==' requirements/lock.txt)
 index=$(torch_index)
-if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
+if [ -n "$index" ] && ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
   printf 'setup: %s\n' "$torch"
-  pip install ${index:+--index-url "$index"} "$torch" || fail "cannot install $torch; set AGENTRL_TORCH_INDEX to a package index that you can reach"
+  install --index-url "$index" "$torch" || fail "cannot install $torch; set AGENTRL_TORCH_INDEX to a package index that you can reach"
 fi
 printf 'setup: requirements\n'
-pip install -r requirements.txt ${extras:+-r requirements/dev.txt} -c requirements/lock.txt || fail "cannot install requirements.txt"
+install -r requirements.txt ${extras:+-r requirements/dev.txt} -c requirements/lock.txt -e . || fail "cannot install requirements.txt"
 if [ -n "$extras" ]; then
-  pip install -r requirements/environments.txt -c requirements/lock.txt ||
+  install -r requirements/environments.txt -c requirements/lock.txt ||
     printf 'setup: reasoning-gym and textarena are not installed, so their tests skip; building pycosat needs a C compiler\n' >&2
+else
+  # Compile what a run imports, a quarter of all, also where PYTHONDONTWRITEBYTECODE would leave it to each process.
+  step env -u PYTHONDONTWRITEBYTECODE bash -c '"$0" -c "$1" & "$0" -c "$2" && wait $!' "$venv/bin/python" \
+    'import agentrl.train.start, agentrl.local.engine.server, accelerate, peft' \
+    'import agentrl.local.quickstart, agentrl.rollout.setup, agentrl.screens.dashboard.serve, matplotlib.figure, uvicorn' ||
+    fail "what is installed in $venv cannot be imported"
 fi
-pip install --no-deps -e . || fail "cannot install the package"
 fingerprint > "$venv/.agentrl-$extras"
 printf 'setup: done; activate with: . %s/bin/activate\n' "$venv"

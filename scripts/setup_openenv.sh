@@ -6,6 +6,7 @@
 # Without gradio and what else of the package's requirements a server does not import.
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
+. "$(dirname "$0")/lib/install.sh"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv-openenv"
 package="openenv==0.10.0"
@@ -16,6 +17,6 @@ if [[ -f "$venv/.installed" && "$(cat "$venv/.installed")" == "$wanted" ]]; then
     exit
 fi
 step "${PYTHON:-python3}" -m venv "$venv"
-step "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${needed[@]}"
-step "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "$package"
+install_into "$venv" "${needed[@]}"
+install_into "$venv" --no-deps "$package"
 printf '%s' "$wanted" >"$venv/.installed"

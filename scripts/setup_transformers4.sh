@@ -7,6 +7,7 @@
 # What transformers 4 shares with the clone's own venv, such as torch, is read from there.
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
+. "$(dirname "$0")/lib/install.sh"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv-transformers4"
 packages=(transformers==4.57.6 huggingface_hub==0.36.0 tokenizers==0.22.2)
@@ -16,7 +17,7 @@ if [[ -f "$venv/.installed" && "$(cat "$venv/.installed")" == "$wanted" ]]; then
     exit
 fi
 step "${PYTHON:-python3}" -m venv "$venv"
-step "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "${packages[@]}"
+install_into "$venv" --no-deps "${packages[@]}"
 folder="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 printf '%s\n' "${folder/#"$venv"/"$(venv_of "$root")"}" >"$folder/shared.pth"
 printf '%s' "$wanted" >"$venv/.installed"

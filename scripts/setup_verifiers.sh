@@ -6,6 +6,7 @@
 #   bash scripts/setup_verifiers.sh 'verifiers[rg]==0.3.1' …           # for environments of vf.Environment
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
+. "$(dirname "$0")/lib/install.sh"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv-verifiers"
 packages=("verifiers==0.4.0" "uv" "$@")
@@ -19,7 +20,7 @@ if [[ -f "$venv/.installed" && "$(cat "$venv/.installed")" == "$wanted" ]]; then
 fi
 echo "verifiers venv: installing into $venv (about 0.6 GB, half a minute to three minutes)"
 step "${PYTHON:-python3}" -m venv "$venv"
-step "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "${packages[@]}"
+install_into "$venv" --no-compile "${packages[@]}"
 # The chat program of verifiers 0.4 runs in an environment of its own, which uv makes: now, rather than in a rollout.
 if [[ "$wanted" == "verifiers==0.4."* ]]; then
   PATH="$venv/bin:$PATH" step "$venv/bin/python" -c '

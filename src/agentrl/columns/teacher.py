@@ -52,6 +52,7 @@ from agentrl.observe.logging import redact_and_cut
 from agentrl.store.client import open_existing
 from agentrl.store.mechanics.connection import COLUMN
 from agentrl.store.mechanics.retry import retry_outages
+from agentrl.weights.folder import read_config
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -168,6 +169,7 @@ class FolderTeacher:
 
     def __init__(self, folder: Path) -> None:
         """Raises ModelError for a folder without a model."""
+        read_config(folder)  # refuses a wrong folder before seconds of imports
         from agentrl.model.logprobs import IdScorer  # torch is imported where a teacher computes here
 
         self.name = str(folder)

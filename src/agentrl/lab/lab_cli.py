@@ -237,10 +237,11 @@ def whatif(argv: list[str]) -> int:
     setup(replace(configs[RunConfig], run_name=[*names, *children][0]), "whatif")
     if children:
         return _compare(children, configs, flags.out or f"output/{children[0]}/whatif.html")
-    from agentrl.distributed.mesh import is_first_rank
     from agentrl.lab.whatif_run import train_again
 
     child = train_again(names[0], names[1] if len(names) == _NAMES else None, configs)
+    from agentrl.distributed.mesh import is_first_rank
+
     if not is_first_rank():
         return 0
     folder = configs[RunConfig].output_dir or f"output/{child}"
@@ -466,10 +467,15 @@ def blame(argv: list[str]) -> int:
 
 async def _blame(configs: Configs, a: str, b: str) -> int:
     from agentrl.base.processes import STOPPED, stop_on_signals
-    from agentrl.lab.blame import blame, put_labels, show, to_json, write_files
+    from agentrl.evaluation.report import find
     from agentrl.observe.progress import Parts, StoppedError
     from agentrl.observe.terminal import print_json, stdout_console
     from agentrl.store.client import open_existing
+
+    async with await open_existing(configs[RunConfig]) as store:
+        for named in (a, b):
+            await find(store, named)
+    from agentrl.lab.blame import blame, put_labels, show, to_json, write_files  # torch: after wrong names
 
     flags = configs[BlameConfig]
     progress = Parts("blame", stop_on_signals())

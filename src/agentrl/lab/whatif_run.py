@@ -1,4 +1,7 @@
-"""Train the stored steps of a run again, as a child of it; no engine and no sampler is needed."""
+"""Train the stored steps of a run again, as a child of it; no engine and no sampler is needed.
+
+torch is imported where it computes, or else a wrong name would be refused only after seconds.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from agentrl.base.concurrency import end_tasks
@@ -33,7 +35,6 @@ from agentrl.data.stream import (
     trajectory_means,
     weigh,
 )
-from agentrl.distributed.mesh import is_first_rank
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import unpack_floats, unpack_halves
 from agentrl.documents.run import PARENT, Relative, RunSettings
@@ -49,15 +50,11 @@ from agentrl.documents.training import (
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.lab.flags import WhatIfConfig, changes, child_configs, parent_configs
 from agentrl.lab.rescore import SCORER, Regrouping, regrouping_of
-from agentrl.losses.compute import Denominators
 from agentrl.losses.settings import LossSettings, check_loss
 from agentrl.scoring.groups import ESTIMATORS, GROUP_FILTERS
 from agentrl.scoring.scorers import require_scorer
 from agentrl.store.client import Store, open_existing, open_store, run_exists
 from agentrl.store.mechanics.connection import DATA, RECORD
-from agentrl.train import checkpoint
-from agentrl.train.start import LeadIn, run_trainer
-from agentrl.train.step import StepLoss
 from agentrl.weights.folder import base_folder
 
 if TYPE_CHECKING:
@@ -297,6 +294,11 @@ def token_weights(
     trajectories without some are left out. The KL to a reference and the entropy bonus are not counted.
     Empty for a loss that compares trajectories, whose tokens have no weight of their own.
     """
+    import torch
+
+    from agentrl.losses.compute import Denominators
+    from agentrl.train.step import StepLoss
+
     if settings.loss.compares:
         return {}
     settings = replace(settings, kl_coef=0.0, kl_estimator="weighted_k3", entropy_coef=0.0)
@@ -342,6 +344,10 @@ def train_again(parent: str, child: str | None, here: Configs) -> str:
     data of the steps are gone.
     """
     begun = asyncio.run(_begin(parent, child, here))
+    import torch
+
+    from agentrl.train.start import LeadIn, run_trainer
+
     if begun.threads not in (None, torch.get_num_threads()):
         logger.info("computes with the threads of %s's trainer: %d", parent, begun.threads)
         torch.set_num_threads(begun.threads)
@@ -376,6 +382,8 @@ async def _begin(parent_name: str, child_name: str | None, here: Configs) -> _Be
         child = child_configs(parent, here)
         _require_usable(child, here.given)
         wanted = _wanted(parent_name, here[WhatIfConfig], steps, roots, parent, child)
+        from agentrl.distributed.mesh import is_first_rank
+
         name = child_name or await _free_name(source, run, wanted)
         own = {"run_name": name, "output_dir": run.output_dir or f"output/{name}"}
         parent, child = parent.with_flags(own), child.with_flags(own)
@@ -494,6 +502,8 @@ def _newest_below(
     roots: Sequence[Path], steps: Sequence[TrainStep], step: int, configs: Configs
 ) -> Checkpoint | None:
     """Return the newest checkpoint up to ``step`` with none but ``steps``; None: the base model."""
+    from agentrl.train import checkpoint
+
     base = base_folder(configs[ModelConfig])
     known = {item.id for item in steps}
     found = [item for root in roots for item in readable_checkpoints(root) if item.state.step <= step]
@@ -556,6 +566,8 @@ async def _await_child(source: Store, wanted: Relative, name: str) -> Relative:
 
 async def _report_equality(begun: _Begun, last: int) -> None:
     """Log whether the steps up to ``last``, trained as the parent's, have its metrics bit for bit."""
+    from agentrl.distributed.mesh import is_first_rank
+
     if not is_first_rank():
         return
     async with await open_store(begun.child[RunConfig]) as store:
@@ -577,6 +589,8 @@ async def _report_equality(begun: _Begun, last: int) -> None:
 
 async def _lacks_lead_in(store: Store, relative: Relative, configs: Configs) -> bool:
     """Return whether steps before ``since`` are still to be trained: no checkpoint of the child has them."""
+    from agentrl.train import checkpoint
+
     if relative.since <= relative.step + 1:
         return False
     steps = await store.steps.find(status=None)

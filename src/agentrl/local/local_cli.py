@@ -231,10 +231,10 @@ def plan(argv: list[str]) -> int:
         ],
         extra=[PlanConfig],
     )
+    search, services = _search(configs)
     from agentrl.local.plan.search import plan_json, print_plan
     from agentrl.observe.terminal import stdout_console
 
-    search, services = _search(configs)
     if configs[PlanConfig].json:
         print(json.dumps(plan_json(search, services), indent=2))
     else:
@@ -244,13 +244,16 @@ def plan(argv: list[str]) -> int:
 
 def _search(configs: Configs) -> tuple[Search, PlannedServices | None]:
     """Return the layouts, and the services beside the fastest one that fits; None if none fits."""
-    from agentrl.local.plan.memory import open_model, reference_parameters
-    from agentrl.local.plan.search import Search, build_workload, parse_gpus, size_services
+    from agentrl.weights.folder import require_config
 
     flags = configs[PlanConfig]
     folder = flags.model or configs[ModelConfig].model_name_or_path
     if folder is None:
         raise ConfigError("no model is given", hint="give --model FOLDER; its config.json is enough")
+    require_config(Path(folder), "--model")
+    from agentrl.local.plan.memory import open_model, reference_parameters  # torch: after a wrong folder
+    from agentrl.local.plan.search import Search, build_workload, parse_gpus, size_services
+
     cluster = parse_gpus(
         flags.gpus,
         memory_gib=flags.gpu_memory_gib,

@@ -26,6 +26,7 @@ from agentrl.config.schema import EngineConfig, MemoryConfig, ModelConfig
 from agentrl.errors import ConfigError, EngineError
 from agentrl.observe.logging import quiet_transformers
 from agentrl.observe.terminal import print_json, stdout_console, table
+from agentrl.weights.folder import base_folder
 
 if TYPE_CHECKING:
     from agentrl.documents.model_call import ExpertShape
@@ -178,6 +179,7 @@ def main(argv: list[str]) -> int:
 
 
 async def _compare(model: ModelConfig, flags: ParityFlags, config: EngineConfig) -> list[ParityDifference]:
+    base_folder(model)  # refuses a wrong folder before torch is imported
     from agentrl.distributed.build_policy import build_replay
     from agentrl.distributed.mesh import single_process
     from agentrl.documents.sampling import SamplingParams

@@ -165,18 +165,23 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
     return header
 
 
+def require_config(folder: Path, flag: str) -> None:
+    """Raise ModelError if ``folder``, the value of ``flag``, has no config.json."""
+    if not folder.is_dir():
+        raise ModelError(
+            f"{flag} {folder} is not a folder",
+            hint="give a local Hugging Face folder; `hf download NAME --local-dir FOLDER` fetches one",
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} has no config.json", hint="give a folder that save_pretrained wrote")
+
+
 def base_folder(config: ModelConfig) -> Path:
     """Return the folder of ``--model_name_or_path``; ModelError if it is missing or lacks a model's files."""
     if config.model_name_or_path is None:
         raise ModelError("no model is given", hint="give --model_name_or_path FOLDER")
     folder = Path(config.model_name_or_path)
-    if not folder.is_dir():
-        raise ModelError(
-            f"--model_name_or_path {folder} is not a folder",
-            hint="give a local Hugging Face folder; `hf download NAME --local-dir FOLDER` fetches one",
-        )
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json", hint="give a folder that save_pretrained wrote")
+    require_config(folder, "--model_name_or_path")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
             f"{folder} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})",

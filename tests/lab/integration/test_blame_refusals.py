@@ -1,8 +1,14 @@
-"""What blame refuses, before it loads any weights; scripts/bench/blame.py --quick runs the rest."""
+"""What blame refuses, before it loads any weights; scripts/bench/blame.py --quick runs the rest.
+
+And what commands that compute refuse before they import torch.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -91,3 +97,37 @@ def test_files_and_labels_are_checked_before_anything_is_computed(tmp_path: Path
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=problem):
             lab_cli.blame(["nowhere", "1", "2", *flags])
+
+
+WITHOUT_TORCH = """
+import json, sys
+from agentrl.cli.main import main
+for words in json.loads(sys.argv[1]):
+    print(words, main(words), "torch" in sys.modules)
+"""
+
+
+def test_wrong_names_are_refused_without_torch(store: Store, run_config: RunConfig, tmp_path: Path) -> None:
+    """Importing torch takes seconds: commands that compute look up runs, evaluations and folders before."""
+    server = ["--db_connection_string", run_config.db_connection_string, "--log_dir", str(tmp_path / "logs")]
+    empty = str(tmp_path / "empty")
+    refusals = {
+        "there is no run 'nosuch'": ["blame", "nosuch", "1", "2", *server],
+        "there is no run 'no_such'": ["whatif", "no_such", *server],
+        "there is no run 'none_such'": ["whatif", "--compare", "none_such", *server],
+        "has no finished evaluation named '17'": ["blame", run_config.run_name, "17", "18", *server],
+        "has no trained step": ["whatif", run_config.run_name, *server],
+        "is not a what-if": ["whatif", "--compare", run_config.run_name, *server],
+        f"--model_name_or_path {empty}1 is not a folder": ["parity", "--model_name_or_path", f"{empty}1"],
+        f"--model {empty}2 is not a folder": ["plan", "--model", f"{empty}2", "--gpus", "H100"],
+        f"{empty}3 is not a model folder": [
+            "teach", "--model_name_or_path", empty, "--teacher", f"{empty}3", *server
+        ],
+    }  # fmt: skip
+    command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps([*refusals.values()])]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path, check=True)
+    answers = [line.split()[-2:] for line in ended.stdout.splitlines()]
+    assert len(answers) == len(refusals)
+    assert all(int(code) > 0 and torch == "False" for code, torch in answers)
+    for said in refusals:
+        assert said in ended.stderr

@@ -28,7 +28,7 @@ from agentrl.model.flops import ModelShape, Precision
 from agentrl.model.load import disable_dropout, empty_model
 from agentrl.model.logprobs import ForwardOptions
 from agentrl.train.build import Checkpointing
-from agentrl.weights.folder import read_config
+from agentrl.weights.folder import read_config, require_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +94,7 @@ def reference_parameters(configs: Configs, model: PlannedModel) -> int:
 
 def _empty(folder: Path, trust_remote_code: bool, flag: str = "--model") -> Any:
     """Return the model in ``folder`` on the meta device. Raises ModelError."""
-    if not folder.is_dir():
-        raise ModelError(
-            f"{flag} {folder} is not a folder",
-            hint="give a local Hugging Face folder; its config.json is enough",
-        )
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json", hint="give a folder that save_pretrained wrote")
+    require_config(folder, flag)
     config = read_config(folder)
     if config.get("vision_config") is not None:
         raise ModelError(
