@@ -85,6 +85,8 @@ class EngineList:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._services: tuple[InferenceService, ...] = ()
+        self.ids: frozenset[str] = frozenset()
+        """Of all engines in the list."""
         self.context_length = max_model_len or None
         """The largest number of tokens of a prompt and its continuation; None if it is unknown."""
         self.foreign: dict[str, str] = {}
@@ -146,6 +148,7 @@ class EngineList:
             if time.monotonic() - self._refreshed_at < (self._max_age if max_age is None else max_age):
                 return
             self._services = tuple(await self._live())
+            self.ids = frozenset(service.id for service in self._services)
             lengths = (self._max_model_len, *(service.context_length for service in self._services))
             self.context_length = min(filter(None, lengths), default=None)
             self.foreign = {
@@ -599,6 +602,10 @@ class EngineRouter:
             front = self._front
             client = self._choose(session, tokens) if front is None else self._through(front)
             if client is not None:
+                # Close the clients of engines that have ended: each keeps a connection per former request.
+                if len(self._clients) > len(self.engines.ids):
+                    ended = [self._clients.pop(each) for each in self._clients.keys() - self.engines.ids]
+                    await asyncio.gather(*(each.close() for each in ended))
                 return client
             why = f"{session.traj_id} is waiting for a live engine"
             await self.wait("; ".join([why, *self.engines.foreign.values()]), deadline)

@@ -291,6 +291,9 @@ class Pace:
         self._deadline = self._began + 60 * (least_minutes if minutes is None else minutes)
         self._first: tuple[int, float] | None = None
         self._metrics: list[Mapping[str, Any]] = []
+        self._last = 0
+        self._rewards: list[float] = []
+        """Of the steps up to the last one, without a gap."""
         self._told_end: float | None = None
 
     def deadline(self) -> float:
@@ -317,10 +320,14 @@ class Pace:
         self._metrics.append({**metrics, "seconds_data": min(metrics["seconds_data"], sampling)})
         if self._first is None:
             self._first = done, now
+        if self._ends_when_solved:
+            # Forget those before a gap: a step that was committed between two looks may have a lower reward.
+            self._rewards = [*(self._rewards if done == self._last + 1 else ()), float(metrics["reward"])]
+            self._last = done
         left = self.steps - done
         if left <= 0 or self.is_over:
             return None
-        if self._ends_when_solved and is_solved([float(item["reward"]) for item in self._metrics]):
+        if is_solved(self._rewards):
             self.is_solved, self._deadline = True, now
             return f"solved at step {done} of {self.steps}: {ENDS} steps in a row have the reward 1"
         before, began = self._first

@@ -230,6 +230,15 @@ def test_a_run_ends_when_three_steps_in_a_row_are_right(clock: Clock) -> None:
     assert run.deadline() == clock.now
 
 
+def test_a_step_that_was_not_seen_is_not_taken_for_right(clock: Clock) -> None:
+    run = Pace(12, minutes=None, least_minutes=10.0, ends_when_solved=True, clock=clock)
+    for done in (1, 2, 4, 5):
+        run.step(done, {**METRICS, "reward": 1.0}, sampling=5.0)
+        assert not run.is_solved
+    run.step(6, {**METRICS, "reward": 1.0}, sampling=5.0)
+    assert run.is_solved
+
+
 def test_a_run_with_given_steps_trains_all_of_them(clock: Clock) -> None:
     run = pace(clock)
     for done in range(1, 5):

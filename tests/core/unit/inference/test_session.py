@@ -294,6 +294,20 @@ async def test_an_engine_that_stops_heartbeating_is_replaced() -> None:
         assert (await session.generate([1], PARAMS)).engine_url == "http://b"
 
 
+async def test_the_client_of_an_engine_that_has_ended_is_closed() -> None:
+    fleet = Fleet(service("a"), service("b"))
+    router = fleet.router()
+    async with router.session("t") as first, router.session("u") as second:
+        for session in (first, second):
+            await session.generate([1], PARAMS)
+        fleet.services[:] = [service("b"), service("c")]
+        for session in (first, second):
+            await session.generate([1], PARAMS)
+    assert {name: engine.closed for name, engine in fleet.engines.items()} == {
+        "a": True, "b": False, "c": False,
+    }  # fmt: skip
+
+
 async def test_the_list_of_engines_is_cached() -> None:
     fleet = Fleet(service("a"))
     router = fleet.router(max_age=60.0)
