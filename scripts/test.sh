@@ -6,9 +6,9 @@
 #   bash scripts/test.sh lab        lint, types and all tests of one room: core, house, lab, local, worlds or screens
 #   bash scripts/test.sh -k claims  pass arguments to pytest
 #
-# Without arguments, pytest runs three times, each in two processes: the core's unit tests where there is no wing
-# (core_alone.sh); what computes or has a database to itself ($apart); all other tests, which start processes and wait
-# for them, a file in one process.
+# Without arguments, pytest runs three times, each in two processes: the core's unit tests and its run of two steps,
+# where there is no wing (core_alone.sh); what computes or has a database to itself ($apart); all other tests, which
+# start processes and wait for them, a file in one process.
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
@@ -70,7 +70,7 @@ case $code in
 esac
 
 rest=("$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/core/unit
-  "${apart[@]/#/--ignore=}")
+  --ignore=tests/core/integration/test_two_steps.py "${apart[@]/#/--ignore=}")
 [ "$failed" = 1 ] || exec "${rest[@]}"
 step "${rest[@]}" || true
 echo "test: tests failed before the last run, in core_alone.sh or in ${apart[*]}: see the summaries above" >&2

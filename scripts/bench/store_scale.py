@@ -24,7 +24,7 @@ from harness import Row, percentile
 from pymongo import AsyncMongoClient
 
 _CHILD = Path(__file__).with_name("store_scale_child.py")
-_OURS = Path(__file__).resolve().parents[2]
+OURS = Path(__file__).resolve().parents[2]
 _LONGEST_SECONDS = 600.0
 _PROCESSES = 8
 _WARM_UP_SECONDS = 120.0
@@ -90,9 +90,7 @@ async def samplers(uri: str, quick: bool, against: Path | None) -> list[Row]:
     """
     count, lasting, seconds = (8, 0.5, 1.0) if quick else (1000, 60.0, 40.0)
     start = 0.5 if quick else _START_SECONDS
-    found = [
-        await _many_samplers(uri, source, count, lasting, seconds, start) for source in _sources(against)
-    ]
+    found = [await many_samplers(uri, source, count, lasting, seconds, start) for source in _sources(against)]
     ours, theirs = found[0], found[1] if against else None
     rows = []
     for field, more in (
@@ -114,7 +112,7 @@ def _row(what: str, ours: Sequence[float], theirs: Sequence[float], more: bool) 
 
 
 def _sources(against: Path | None) -> list[Path]:
-    return [_OURS] if against is None else [_OURS, against]
+    return [OURS] if against is None else [OURS, against]
 
 
 async def _alternate(
@@ -126,10 +124,10 @@ async def _alternate(
         for source in sorted(found, reverse=bool(number % 2)):
             child = await _start(source, workload, uri, {**options, "run": _run_name()})
             found[source].append(await _result(child))
-    return found[_OURS], [] if against is None else found[against]
+    return found[OURS], [] if against is None else found[against]
 
 
-async def _many_samplers(
+async def many_samplers(
     uri: str, source: Path, count: int, lasting: float, seconds: float, start: float
 ) -> Json:
     """Measure ``count`` samplers in several processes for ``seconds``.

@@ -22,7 +22,7 @@ from agentrl.config.schema import LossConfig, SamplingConfig, TrainConfig
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import SamplingMask, pack_floats, unpack_floats
 from agentrl.documents.record import TokenColumns
-from agentrl.documents.status import DataStatus
+from agentrl.documents.status import DataStatus, TaskStatus
 from agentrl.documents.training import DBRecordData, StepOrigin, TrainableSpan
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.store.steps import ReadyMember, StaleVersions
@@ -675,7 +675,9 @@ class DataStream:
         # Ask for epochs too: one that is not open yet has no tasks, so none of them is unfinished.
         if await self._store.epochs.next(split, self._settings.num_epochs) is not None:
             return False
-        return await self._store.tasks.unfinished(split) == 0
+        unfinished = (TaskStatus.CREATED, TaskStatus.RUNNING, TaskStatus.WAITING)
+        # Do not count them: each look for data would then read a key for each task of the run.
+        return not await self._store.tasks.any_with_status(split, *unfinished)
 
     async def _no_data(self) -> TrainingError:
         counts = await self._store.tasks.counts(self._settings.split)

@@ -504,15 +504,13 @@ class Claims(Repository):
     ) -> list[Claim | None]:
         """Claim open slots of the next groups in ``status``: one for each owner, or None."""
         query = _open_slots(request, status)
-        is_selected = request.selection is not None and status is TaskStatus.RUNNING
-        order = BY_BEGIN if is_selected else BY_ORDER
         if len(owners) == 1:
-            return await self._take_of_group(request, owners, query, order)
+            return await self._take_of_group(request, owners, query, BY_BEGIN)
         # Claim of several groups at once: one after another, each would wait for the journal.
         count = {"$size": {"$filter": {"input": "$slots", "as": "slot", "cond": lease.OPEN}}}
         claims: list[Claim | None] = []
         while not any(claims):  # others took all that was found: slots are fewer each time
-            groups = self._collection(TASK).find(query, {"open": count}, sort=order, limit=len(owners))
+            groups = self._collection(TASK).find(query, {"open": count}, sort=BY_BEGIN, limit=len(owners))
             shares: list[tuple[str, Sequence[str]]] = []
             left = owners
             async for group in groups:

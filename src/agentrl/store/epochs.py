@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
 import socket
@@ -53,6 +54,8 @@ from agentrl.store.mechanics.lease import FREE, DocumentLease, literal
 
 LEVEL = "meta.level"
 """The field of a task with its level, a number; the lowest level is the easiest."""
+ANY_LEVEL = {"$gte": -math.inf}
+"""Matches every level, as the filter of its partial indexes does; a test of the type has no exact bounds."""
 
 MASTERED_RATE = 0.8
 """Mean pass rate of recent groups of a level from which on the next level begins."""
@@ -225,7 +228,7 @@ class TaskSelection(Repository):
         If all are mastered, the highest such level; None if no such task has a level. It is read from stored
         results, so every sampler finds the same, also after a restart.
         """
-        waiting = {"split": split, "status": TaskStatus.CREATED.value, LEVEL: {"$type": "number"}}
+        waiting = {"split": split, "status": TaskStatus.CREATED.value, LEVEL: ANY_LEVEL}
         levels = sorted(await self._collection(TASK).distinct(LEVEL, waiting))
         for level in levels:
             decided = {"group.finalized_at": {"$ne": None}, "group.scored": {"$gt": 0}}

@@ -51,6 +51,8 @@ from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TokenStatistics, TrainStep
 from agentrl.errors import SchemaVersionError, StoreError
 from agentrl.scoring.evaluation import LIMIT
+from agentrl.scoring.groups import FAILED
+from agentrl.store.epochs import ANY_LEVEL, LEVEL
 from agentrl.store.mechanics import connection
 from agentrl.store.mechanics.connection import Json, insert_if_missing
 from agentrl.store.mechanics.lease import LEASE_DEADLINE
@@ -210,21 +212,25 @@ _ACTIVE_STEPS = {"status": {"$in": values(ACTIVE_STEPS)}}
 INDEXES: dict[str, list[IndexModel]] = {
     connection.TASK: [
         _index("split", "status", "epoch", "order"),
-        _index("split", "status", "slots.status", "epoch", "order"),
+        # Serve both orders: where no group is numbered, the numbers are equal.
+        _index("split", "status", "slots.status", "begun.number", "epoch", "order"),
         _index("split", "status", LEASE_DEADLINE),
         _index("split", "epoch", "order"),
         _index("split", "admission.rank", where={"admission.rank": {"$gt": 0}}),
         _index("split", "ease", "_id", where={"ease": {"$gte": -LIMIT}}),
         _index("split", ("group.finalized_at", _DOWN), where={"begun.number": {"$gt": 0}}),
+        _index("split", "status", LEVEL, "epoch", "order", where={LEVEL: ANY_LEVEL}),
+        _index("split", LEVEL, ("group.finalized_at", _DOWN), where={LEVEL: ANY_LEVEL}),
         _index("split", "status", "group.counted_at_step", "group.finalized_at"),
         # Index only what has images: a full index would hold a null for each task without any.
         _index("images.sha256", where={"images.sha256": {"$gt": ""}}),
         _index("group.counted_at_step", where={"group.counted_at_step": {"$gt": 0}}),
         _index("group.kept_as_trained", where={"group.kept_as_trained": True}),
+        _index("group.outcome", where={"group.outcome": FAILED}),
     ],
     connection.RECORD: [
         _index("task", "traj_id", "attempt"),
-        _index("split", "status", ("created_at", _DOWN), ("_id", _DOWN)),
+        _index("split", "status", ("created_at", _DOWN), ("_id", _DOWN), "trained_count"),
         _index("status", ("created_at", _DOWN), ("_id", _DOWN)),
         _index(("created_at", _DOWN), ("_id", _DOWN)),
         _index(("score", _DOWN), ("_id", _DOWN)),

@@ -149,8 +149,7 @@ class Counts(Repository):
         )
         groups = await self._aggregate(
             TASK,
-            {"$match": {**_ANY_SPLIT, "status": TaskStatus.COMPLETED.value}},
-            {"$match": {"group.outcome": FAILED}},
+            {"$match": {"group.outcome": FAILED, "status": TaskStatus.COMPLETED.value}},
             {"$group": {"_id": "group", "count": {"$sum": 1}, "message": {"$last": "$group.problem"}}},
         )
         return [
