@@ -180,8 +180,9 @@ def keep_freed_memory() -> None:
     step, and that takes longer than most layers.
     """
     change = getattr(_libc, "mallopt", None)
-    for parameter, value in _KEEP.items() if change is not None else ():
-        change(parameter, value)
+    if change is not None:
+        for parameter, value in _KEEP.items():
+            change(parameter, value)
 
 
 def half_of_cores() -> int:

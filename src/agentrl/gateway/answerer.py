@@ -10,7 +10,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -542,8 +542,12 @@ class Answerer:
         It is stored when ``checking`` has ended without an exception. Raises GatewayError; the request is
         then marked as failed.
         """
+
+        async def renew() -> None:
+            await asyncio.wait([checking])  # in an outage the request is stored late
+            await self.store.gateways.renew(ask.call, self.lease_seconds)
+
         try:
-            renew = partial(self.store.gateways.renew, ask.call, self.lease_seconds)
             async with renewed(renew, self.lease_seconds, f"the lease of {ask.call.id}"):
                 return await self._answer(ask, await prompting, checking)
         except LeaseLostError as error:
