@@ -4,7 +4,8 @@
 
 ``cpu-6k``, ``cpu-75k``: the sampler's CPU time per turn, 64 concurrent trajectories of 10 turns, from claims
 to scores, beside that of a client that sends the same requests, parses the answers and does nothing else
-(``rollout_bare.py``), both medians of three alternating runs; ``together``: the time from an answer to the
+(``rollout_bare.py``), and of one that also renders, tokenizes and inserts each turn, all medians of three
+alternating runs; ``together``: the time from an answer to the
 next request of the same trajectory when 64 answers arrive together; ``memory``: the peak memory of one
 sampler with 1,000 concurrent trajectories. Sampler, engine and mongod are processes of their own. Without
 --model a tokenizer is made like that of the tiny quickstart. Exits with 1 if a target is missed. With
@@ -70,7 +71,13 @@ def engine(model: str, work: Workload) -> Iterator[subprocess.Popen[str]]:
 
 
 def measure(
-    uri: str, model: str, work: Workload, profile: str | None = None, child: str = "rollout_child"
+    uri: str,
+    model: str,
+    work: Workload,
+    profile: str | None = None,
+    child: str = "rollout_child",
+    *,
+    stores: bool = False,
 ) -> dict[str, Any]:
     """Run one workload in new processes."""
     with engine(model, work) as process:
@@ -80,6 +87,7 @@ def measure(
             "uri": uri, "run": f"bench_rollout_{uuid.uuid4().hex[:8]}", "model": model, "tokens": work.tokens,
             "engine_url": f"http://127.0.0.1:{process.stdout.readline().strip()}", "groups": work.groups,
             "generations": 8, "turns": work.turns, "concurrency": work.concurrency, "profile": profile,
+            "stores": stores,
         }  # fmt: skip
         found = run_child(HERE / f"{child}.py", options, seconds=_TIMEOUT)
         process.stdin.write("\n")
@@ -89,13 +97,20 @@ def measure(
 
 
 def measure_both(uri: str, model: str, work: Workload, rounds: int) -> dict[str, Any]:
-    """Run one workload and the bare client in turns; return the medians, the client's CPU as ``bare_cpu``."""
-    runs = [
-        (measure(uri, model, work), measure(uri, model, work, child="rollout_bare")["cpu"])
-        for _ in range(rounds)
-    ]
-    middle = sorted((found for found, _ in runs), key=lambda found: found["cpu"])[rounds // 2]
-    return {**middle, "bare_cpu": statistics.median(bare for _, bare in runs)}
+    """Run one workload and the bare clients in turns; return the medians.
+
+    ``bare_cpu`` is that of the client that stores nothing, ``floor_cpu`` of the one that stores each turn.
+    """
+    found: dict[str, list[dict[str, Any]]] = {"": [], "bare_cpu": [], "floor_cpu": []}
+    for _ in range(rounds):
+        found[""].append(measure(uri, model, work))
+        for name in ("bare_cpu", "floor_cpu"):
+            found[name].append(measure(uri, model, work, child="rollout_bare", stores=name == "floor_cpu"))
+    middle = sorted(found.pop(""), key=lambda each: each["cpu"])[rounds // 2]
+    return {
+        **middle,
+        **{name: statistics.median(each["cpu"] for each in runs) for name, runs in found.items()},
+    }
 
 
 def commands_row(found: dict[str, Any], work: Workload) -> Row:
@@ -120,8 +135,10 @@ def row(name: str, found: dict[str, Any]) -> Row:
             what="peak memory, 1,000 concurrent trajectories", ours=f"{used:.0f} MiB", baseline="2048 MiB",
             ratio=used / 2048, target=1.0, more=False,
         )  # fmt: skip
-    cpu, bare = (_MILLI * found.get(each, float("nan")) / found["turns"] for each in ("cpu", "bare_cpu"))
-    what = f"CPU a turn, 64 concurrent, {name[4:].upper()}-token contexts : bare client"
+    cpu, bare, floor = (
+        _MILLI * found.get(each, float("nan")) / found["turns"] for each in ("cpu", "bare_cpu", "floor_cpu")
+    )
+    what = f"CPU a turn, {name[4:].upper()}-token contexts : bare client (that stores: {floor:.2f} ms)"
     return Row(
         what=what,
         ours=f"{cpu:.2f} ms",

@@ -22,6 +22,7 @@ from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import Slot, Task, task_key
+from agentrl.rollout.agents import check_agent
 from agentrl.rollout.housekeeping import GroupFinalizer, collect_garbage_less_often
 from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import open_worker, sampler_config
@@ -76,6 +77,7 @@ async def main(options: dict[str, Any]) -> dict[str, Any]:
         )
         async with open_worker(store, configs) as (worker, _):
             collect_garbage_less_often()
+            check_agent("react", None)  # imports its module, as the command does before it samples
             sampler = Sampler(
                 store,
                 worker,
