@@ -282,6 +282,7 @@ async def test_a_run_of_another_old_policy_is_refused(
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.usefixtures("starts_warm")
 async def test_a_sampler_a_filler_and_a_trainer_give_both_figures(
     store: Store, run_config: RunConfig, base: Path, tmp_path: Path
 ) -> None:
