@@ -51,9 +51,10 @@ from agentrl.store.epochs import Selection
 Json = dict[str, Any]
 Operation = Callable[[], Awaitable[object]]
 Costs = dict[str, float]
-_FLAT, _SOME = 0.15, 0.35
+_FLAT, _SOME = 0.2, 0.35
 """Largest slopes: of what costs the same at any size, and of what may grow like a tree or a cache."""
 _MIB = 2**20
+_PROFILE_BYTES = 256 * _MIB
 _VOCABULARY = 151_936
 _MANY_GROUPS = 1_000_000
 
@@ -115,6 +116,7 @@ class Meter:
 
     async def _seen(self, operation: Operation) -> float:
         """Return the documents and index keys that one operation examines, and its commands."""
+        await self._store.database.create_collection("system.profile", capped=True, size=_PROFILE_BYTES)
         await self._store.database.command("profile", 2)
         await operation()
         await self._store.database.command("profile", 0)
