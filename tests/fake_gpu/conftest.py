@@ -17,9 +17,8 @@ import torch
 from warm_python import warm_server
 
 from fake_gpu.cases import Case
+from fake_gpu.fake_cuda import compile_guard
 
-_HERE = Path(__file__).parent
-_TORCH = Path(torch.__file__).parent
 _SECONDS = 900
 
 Fake = Callable[..., list[dict[str, Any]]]
@@ -35,18 +34,7 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("no g++ to compile the device guard with")
     if torch.version.cuda is not None:
         pytest.skip("this build of torch has a CUDA device guard of its own")
-    library = tmp_path_factory.mktemp("guard") / "noop_guard.so"
-    include = _TORCH / "include"
-    subprocess.run(
-        [
-            *("g++", "-shared", "-fPIC", "-O1", "-std=c++20", "-o", library, _HERE / "noop_guard.cpp"),
-            *(f"-I{include}", f"-I{include}/torch/csrc/api/include"),
-            *(f"-L{_TORCH}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{_TORCH}/lib"),
-        ],
-        check=True,
-        timeout=_SECONDS,
-    )
-    return library
+    return compile_guard(tmp_path_factory.mktemp("guard"))
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -20,9 +22,25 @@ from torch.utils._pytree import tree_leaves
 from fake_gpu.memory_tracker import MemoryTracker
 
 _SOURCES = ("/agentrl/", "/transformers/")
-_COLLECTIVES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::")
+COLLECTIVES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::")
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm")
 _COPIES = ("aten::_to_copy", "aten::copy_")
+
+
+def compile_guard(folder: Path) -> Path:
+    """Compile the device guard that does nothing, for LD_PRELOAD, with ``g++``."""
+    library, source, built = folder / "noop_guard.so", Path(__file__).parent, Path(torch.__file__).parent
+    include = built / "include"
+    subprocess.run(
+        [
+            *("g++", "-shared", "-fPIC", "-O1", "-std=c++20", "-o", library, source / "noop_guard.cpp"),
+            *(f"-I{include}", f"-I{include}/torch/csrc/api/include"),
+            *(f"-L{built}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{built}/lib"),
+        ],
+        check=True,
+        timeout=900,
+    )
+    return library
 
 
 class _Event:
@@ -139,30 +157,30 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # a DTensor: its operations on local tensors come here
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if isinstance(func, torch._ops.HigherOrderOperator):
-            self.products[f"{func.name()} {_name(tensors[0])}"] += 1
+            self.products[f"{func.name()} {name_of(tensors[0])}"] += 1
         else:
             self._record(func.overloadpacket._qualified_op_name, args, tensors)
         return func(*args, **(kwargs or {}))
 
     def _record(self, name: str, args: Sequence[Any], tensors: list[Tensor]) -> None:
         devices = {tensor.device.type for tensor in tensors if tensor.dim()}
-        if name.startswith(_COLLECTIVES):
+        if name.startswith(COLLECTIVES):
             self._record_collective(name, args, tensors)
         elif name in _PRODUCTS:
             operand = next(tensor for tensor in tensors if tensor.dim() > 1)
-            self.products[f"{name} {_name(operand)} {_caller()}"] += 1
+            self.products[f"{name} {name_of(operand)} {_caller()}"] += 1
         elif tensors and tensors[0].device.type == "cuda" and _reads(name, tensors):
             self.reads[_caller()] += 1
         if name == "aten::copy_" and [tensor.device.type for tensor in tensors] == ["cpu", "cuda"]:
-            self.moved[_name(tensors[1])] += tensors[1].nbytes
+            self.moved[name_of(tensors[1])] += tensors[1].nbytes
         if len(devices) > 1 and name not in _COPIES:
             self.mixed[f"{name} {_caller()}"] += 1
 
     def _record_collective(self, name: str, args: Sequence[Any], tensors: list[Tensor]) -> None:
-        ranks = next((size for size in map(_group_size, args) if size), 0)
+        ranks = next((size for size in map(group_size, args) if size), 0)
         if "wait" in name or ranks == 1:
             return
-        key = f"{name.split('::')[1].strip('_')} {_name(tensors[0])} {ranks}"
+        key = f"{name.split('::')[1].strip('_')} {name_of(tensors[0])} {ranks}"
         self.calls[key] += 1
         self.bytes[key] += max(
             sum(leaf.nbytes for leaf in tree_leaves(each) if isinstance(leaf, Tensor)) for each in args
@@ -176,7 +194,7 @@ def _reads(name: str, tensors: list[Tensor]) -> bool:
     return name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::_unique2")
 
 
-def _group_size(argument: Any) -> int:
+def group_size(argument: Any) -> int:
     """Return the number of ranks of a process group, or of the group with that name; 0 for anything else."""
     if isinstance(argument, str):
         try:
@@ -188,7 +206,7 @@ def _group_size(argument: Any) -> int:
     return 0
 
 
-def _name(tensor: Tensor) -> str:
+def name_of(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 

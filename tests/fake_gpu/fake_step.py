@@ -84,15 +84,14 @@ class FakeTrainer:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def measure(case: Case, layers: int) -> Measured:
-    """Run two steps of ``case``, and measure the second: the first makes moments and infers shapes."""
-    spec, layout = step_spec(case, layers), Layout(**case.layout)
+def measure(spec: StepSpec, layout: Layout, rank: int = 0, recorder: Recorder | None = None) -> Measured:
+    """Run two steps of a rank, and measure the second: the first makes moments and infers shapes."""
     memory = GpuMemory()
     with torch.device("meta"):
         policy, base = build_model(spec), build_model(spec) if spec.loss.kl_coef else None
     with (
         cuda_stubs(),
-        fake_mesh(layout, case.rank, "cuda") as mesh,
+        fake_mesh(layout, rank, "cuda") as mesh,
         _eager_flex(),
         _real_meshes(),
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -100,7 +99,7 @@ def measure(case: Case, layers: int) -> Measured:
         torch.autograd.set_multithreading_enabled(False),  # DTensor's caches are cleared in this thread only
     ):
         trainer = _build(spec, policy, base, mesh, memory)
-        found = Measured(memory.peaks)
+        found = Measured(memory.peaks, recorder or Recorder())
         with _values(found.recorder):
             trainer.train(1)
             gc.collect()
@@ -113,11 +112,15 @@ def measure(case: Case, layers: int) -> Measured:
     return found
 
 
+def _measure_case(case: Case, layers: int) -> Measured:
+    return measure(step_spec(case, layers), Layout(**case.layout), case.rank)
+
+
 def measure_layers(case: Case) -> Peaks:
     """Return the peaks of a step of all layers, extrapolated from steps of few layers."""
 
     def simulate(depth: Depth | None) -> Peaks:
-        return measure(case, sum(depth) if depth else case.layers).peaks
+        return _measure_case(case, sum(depth) if depth else case.layers).peaks
 
     return extrapolate([0] * case.layers, simulate)
 
@@ -191,7 +194,7 @@ def main() -> None:
     for given in json.loads(sys.argv[1]):
         case = Case(**given)
         try:
-            measured = Measured(measure_layers(case)) if case.layers else measure(case, 0)
+            measured = Measured(measure_layers(case)) if case.layers else _measure_case(case, 0)
             spec, layout = step_spec(case, case.layers), Layout(**case.layout)
             found = measured.report(spec, layout, planned=case.planned)
         except Exception:  # noqa: BLE001  (the next case may work)

@@ -222,13 +222,14 @@ def extended(
     added = chat_format.next_prompt(chain.prompt_ids, chain.output_ids, history, new, tools)
     if added is None:
         return None
-    ids = [*chain.prompt_ids, *chain.output_ids, *added]
+    encoded = chain.encoded or EncodedIds()
+    ids = encoded.grow(chain.prompt_ids, [*chain.output_ids, *added])
     # Begin with the last answer: results, and so their images, are rendered in the order of its calls.
     spans = chat_format.locate_images(added, [chain.messages[-1], *new])
     before = len(ids) - len(added)
     return Prompt(
         ids=ids, context_ids=added, messages=[*chain.messages, *new], new_messages=new, parent=chain.call,
-        encoded=chain.encoded, images=(*chain.images, *(span.moved(before) for span in spans)),
+        encoded=encoded, images=(*chain.images, *(span.moved(before) for span in spans)),
         context_images=spans,
     )  # fmt: skip
 

@@ -191,6 +191,8 @@ class ChatFormat:
     """Why the format cannot be used with tools."""
     skips_cycles: bool = False
     """What follows a generation does not depend on the tool cycle before it, which is not rendered again."""
+    skips_tools: bool = False
+    """What follows a generation does not depend on the tools, which are not rendered again."""
     vision: Vision | None = None
     """How the format shows images."""
 
@@ -270,10 +272,11 @@ class ChatFormat:
         history, new_messages = whole[:count], whole[count:]
         last = adapt.apply_to_one(history[-1])
         new = adapt.apply(in_call_order([history[-1], *new_messages])[1:])
+        shown = None if self.skips_tools else tools
 
         def extension(before: Sequence[Message]) -> list[int] | None:
             written = [*adapt.apply(before), last]
-            return self.renderer.extend(prompt_ids, output_ids, written, new, tools)
+            return self.renderer.extend(prompt_ids, output_ids, written, new, shown)
 
         before = without_cycle(history[:-1]) if self.skips_cycles else history[:-1]
         try:

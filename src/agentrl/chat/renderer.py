@@ -625,12 +625,23 @@ def _strftime_now(form: str) -> str:
     return (CLOCK.get() or datetime.now().astimezone()).strftime(form)
 
 
+_ATTRIBUTES = frozenset(dir(dict))
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Looks for keys of messages first: otherwise an exception says each time that they are no attributes."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return ``obj.attribute`` as templates mean it: a key of a dict, unless dicts have the attribute."""
+        if type(obj) is dict and attribute in obj and attribute not in _ATTRIBUTES:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     """Return the Jinja environment that chat templates expect: trimmed blocks, JSON not escaped for HTML."""
     # Render in a sandbox: a template is code from whoever made the model's folder.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _strftime_now

@@ -171,9 +171,10 @@ def validate_format(
             hint="give another by --chat_format, or a template by --chat_template FILE",
         )
     whole, tool_problems = _with_tools(plain)
+    cycles, shown = _may_skip(whole) if isinstance(renderer, TemplateRenderer) else (False, False)
     return replace(
         whole, template_keeps=_kept(whole), retention=retention, tool_problems=tuple(tool_problems),
-        skips_cycles=isinstance(renderer, TemplateRenderer) and _may_skip_cycles(whole),
+        skips_cycles=cycles, skips_tools=shown,
     )  # fmt: skip
 
 
@@ -366,10 +367,10 @@ def _forged(renderer: Renderer) -> Iterator[str]:
             yield "turns text of a message into control tokens"
 
 
-def _may_skip_cycles(whole: ChatFormat) -> bool:
-    """Return whether no tool cycle changes the ids after a generation that follows it.
+def _may_skip(whole: ChatFormat) -> tuple[bool, bool]:
+    """Return whether the ids after a generation are the same without the cycle before it, and without tools.
 
-    Then a turn renders the conversation without the cycle before it, and costs the same however long that is.
+    Then a turn renders neither, and costs the same however long the cycle is and however many the tools are.
     """
 
     def extension(
@@ -380,7 +381,11 @@ def _may_skip_cycles(whole: ChatFormat) -> bool:
         except TrajectoryError:
             return None
 
-    return all(
-        len({extension([*head, *cycle], last, new, tools) for cycle in CYCLES}) == 1
-        for head, (last, *new), tools in product(HEADS, LAST_TURNS, (TOOLS, None))
+    with_tools, without = (
+        [
+            {extension([*head, *cycle], last, new, tools) for cycle in CYCLES}
+            for head, (last, *new) in product(HEADS, LAST_TURNS)
+        ]
+        for tools in (TOOLS, None)
     )
+    return all(len(found) == 1 for found in (*with_tools, *without)), with_tools == without

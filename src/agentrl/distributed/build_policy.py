@@ -24,7 +24,7 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.model.check_model import check_model, check_replay
 from agentrl.model.flops import Precision, choose_precision
 from agentrl.model.load import Policy, load_policy
-from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK, ForwardOptions
+from agentrl.model.logprobs import DEFAULT_VOCAB_CHUNK, ForwardOptions
 from agentrl.model.routing import RouterReplay
 from agentrl.model.vision import attach_pixels
 from agentrl.weights.folder import architecture, base_folder, replayed_experts
@@ -117,7 +117,7 @@ def compile_layers(model: Any) -> None:
 def forward_options(train: TrainConfig, memory: MemoryConfig) -> ForwardOptions:
     """Return how a forward computes logprobs with these flags."""
     return ForwardOptions(
-        chunk_size=train.loss_seq_chunk_size or DEFAULT_CHUNK,
+        chunk_size=train.loss_seq_chunk_size,
         vocab_chunk_size=memory.loss_vocab_chunk_size or DEFAULT_VOCAB_CHUNK,
     )
 

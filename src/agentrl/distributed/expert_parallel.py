@@ -156,7 +156,7 @@ class Dispatch:
         rows = exchange(hidden[routes.pairs // index.shape[1]], routes.sent, routes.received, group)
         rows = exchange(run_rows(run, rows, routes.experts), routes.received, routes.sent, group)
         rows = rows * weights.reshape(-1)[routes.pairs, None]
-        by_pair = rows.new_zeros(index.numel(), hidden.shape[1]).index_copy(0, routes.pairs, rows)
+        by_pair = rows.new_zeros(index.numel(), hidden.shape[1]).index_copy_(0, routes.pairs, rows)
         result = by_pair.view(*index.shape, -1).sum(1).to(hidden.dtype)
         if self.tp.size() == 1:
             return result
@@ -201,10 +201,11 @@ def run_rows(run: LocalExperts, rows: Tensor, experts: Tensor) -> Tensor:
     Without any row, runs one row of zeros and drops its result: the parameters then get zero gradients, which
     the reduction over ranks needs.
     """
-    missing = 1 if len(rows) == 0 else 0
-    padded = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
-    index = torch.cat([experts, experts.new_zeros(missing)])[:, None]
-    return run(padded, index, padded.new_ones(index.shape))[: len(rows)]
+    if len(rows):
+        return run(rows, experts[:, None], rows.new_ones(len(rows), 1))
+    # Join it to the rows, whose exchange has to run in the backward.
+    padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    return run(padded, experts.new_zeros(1, 1), padded.new_ones(1, 1))[:0]
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:

@@ -151,20 +151,23 @@ def clip_gradients(
     hold different parameters each, except for ``duplicate``, which another stage counts. (torch's
     ``clip_grad_norm_`` takes no DTensors of several meshes, as experts and dense layers have.)
     """
+    parameters = list(parameters)
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
     counted = [grad for grad, parameter in zip(gradients, trained, strict=True) if parameter is not duplicate]
-    norm = gradient_norm(counted, stages)
+    norm = gradient_norm(counted, parameters[0].device, stages)
     coefficient = max_norm / (norm + 1e-6)
     if gradients and math.isfinite(coefficient) and coefficient < 1.0:
         torch._foreach_mul_([local_part(gradient) for gradient in gradients], coefficient)
     return norm
 
 
-def gradient_norm(gradients: Sequence[Tensor], stages: ProcessGroup | None = None) -> float:
-    """Return the 2-norm of tensors of which some are split over meshes; it is equal on every rank.
+def gradient_norm(
+    gradients: Sequence[Tensor], device: torch.device, stages: ProcessGroup | None = None
+) -> float:
+    """Return the 2-norm of tensors on ``device``, some split over meshes; it is equal on every rank.
 
-    Each rank of ``stages`` has different tensors.
+    Each rank of ``stages`` has different tensors, or none: its layers may be frozen.
     """
     buckets: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -172,7 +175,7 @@ def gradient_norm(gradients: Sequence[Tensor], stages: ProcessGroup | None = Non
         buckets[split].append(local_part(gradient))
     if not gradients and stages is None:
         return 0.0
-    total = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for split, tensors in buckets.items():
         norms = torch.stack(torch._foreach_norm(tensors)).double()
         square = norms.square().sum()

@@ -124,9 +124,11 @@ class SamplingParams(SettingsModel):
 
     def to_request(self) -> dict[str, Any]:
         """Return the parameters as JSON for the engine."""
-        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        extra = values.pop("extra")
-        return {**values, "stop_token_ids": list(self.stop_token_ids), **extra}
+        values = {name: getattr(self, name) for name in _NAMES}
+        return {**values, "stop_token_ids": list(self.stop_token_ids), **self.extra}
+
+
+_NAMES = tuple(item.name for item in dataclasses.fields(SamplingParams) if item.name != "extra")
 
 
 def distribution_params(params: Mapping[str, Any]) -> tuple[str, ...]:

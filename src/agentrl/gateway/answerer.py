@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
@@ -50,6 +51,8 @@ from agentrl.errors import ContextFullError, FailureError, ImageError, LeaseLost
 from agentrl.gateway.dialects.fields import refuse_media
 from agentrl.gateway.replay import request_key, without_volatile
 from agentrl.gateway.request import (
+    LARGE_JSON,
+    LARGE_TEXT,
     Answer,
     AnsweredToolCall,
     GatewayError,
@@ -192,21 +195,14 @@ class RequestPrompts:
 
     async def prompt(self, claim: Claim, request: GatewayRequest) -> Prompt:
         """Return the prompt; refuse by its size one that is far above the limit before it is tokenized."""
-        limit = self.agent.max_prompt_tokens
-        if request.size > limit:
-            fewest = await aside(request.size, self._fewest_tokens, request)
-            if fewest > limit:
-                raise ContextFullError(
-                    f"the next prompt has at least {fewest:,} tokens, and --max_prompt_tokens is {limit:,}"
-                )
-        return await self._prompt(claim, request)
+        return await self._prompt(claim, request, self.agent.max_prompt_tokens)
 
-    def _fewest_tokens(self, request: GatewayRequest) -> int:
+    def _fewest_tokens(self, messages: Sequence[Message]) -> int:
         """Return how many tokens a prompt has at least; templates rewrite messages of assistants only."""
-        contents = (message.get("content") for message in request.messages if message["role"] != "assistant")
+        contents = (message.get("content") for message in messages if message["role"] != "assistant")
         return sum(self.chat_format.tokens.fewest_tokens(text_of(content).strip()) for content in contents)
 
-    async def _prompt(self, claim: Claim, request: GatewayRequest) -> Prompt:
+    async def _prompt(self, claim: Claim, request: GatewayRequest, limit: float = math.inf) -> Prompt:
         """Return the prompt: behind the latest sampled answer that the request's messages begin with."""
         messages, tools = request.messages, request.tools
         if messages[-1]["role"] == "assistant":
@@ -215,9 +211,20 @@ class RequestPrompts:
                 "messages",
                 code="no_new_message",
             )
-        digests = await aside(request.size, _digests, request)
+        limit_aside = LARGE_TEXT if request.volatile else LARGE_JSON  # patterns search all texts
+        digests = await aside(request.size > limit_aside, _digests, request)
         known, chain = await self.chains.longest(claim.record_id, answered_prefixes(messages, digests))
-        prompt = await aside(request.size, prompt_of, self.chat_format, chain, known, messages, tools)
+        unread = messages[known:]
+        size = sum(len(text_of(message.get("content"))) for message in unread)
+        if size > limit:
+            fewest = await aside(size > LARGE_TEXT, self._fewest_tokens, unread)
+            if fewest > limit:
+                raise ContextFullError(
+                    f"the next prompt has at least {fewest:,} tokens, and --max_prompt_tokens is {limit:,}"
+                )
+        if chain is None or self.chat_format.keeps != "all":
+            size = request.size  # the whole conversation may be tokenized
+        prompt = await aside(size > LARGE_TEXT, prompt_of, self.chat_format, chain, known, messages, tools)
         return replace(prompt, digest=digests[-1])
 
 
@@ -528,7 +535,7 @@ class Answerer:
         return RequestPrompts(store=self.store, chat_format=self.chat_format, agent=self.agent)
 
     async def answer(
-        self, ask: Ask, prompting: Awaitable[Prompt], checking: Awaitable[None]
+        self, ask: Ask, prompting: Awaitable[Prompt], checking: asyncio.Task[None]
     ) -> DispatchedSamplingTask:
         """Generate and store the answer of a request behind the prompt ``prompting``; return its model call.
 
@@ -543,6 +550,7 @@ class Answerer:
             raise dead_url() from error
         except BaseException as error:
             with contextlib.suppress(Exception):
+                await asyncio.wait([checking])  # it may be storing the request
                 await asyncio.shield(self.store.gateways.fail(ask.call))
             raise as_gateway_error(error) from error
 

@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from agentrl.base.bounded_http import bind, for_own_hosts, server_config
 from agentrl.base.concurrency import end_tasks, wait_for_any
@@ -45,7 +46,16 @@ from agentrl.gateway.dialects.openai_responses import Responses
 from agentrl.gateway.feedback import read_reward, require_rule, untrained
 from agentrl.gateway.pending import PendingAnswer, PendingAnswers
 from agentrl.gateway.replay import dropped_calls
-from agentrl.gateway.request import Caller, Dialect, GatewayError, GatewayRequest, aside, dead_url, invalid
+from agentrl.gateway.request import (
+    LARGE_JSON,
+    Caller,
+    Dialect,
+    GatewayError,
+    GatewayRequest,
+    aside,
+    dead_url,
+    invalid,
+)
 from agentrl.rollout.agent_io import Endpoint, GatewayResult
 from agentrl.scoring.scorers import ScoreResult
 from agentrl.store.model_calls import counts_of
@@ -156,7 +166,7 @@ class GatewayApp:
             if asked.stream:
                 events = self._events(dialect, asked, pending)
                 first = await anext(events)  # an error before the first token has a status of its own
-                return StreamingResponse(
+                return _EventResponse(
                     _chain(first, events), media_type="text/event-stream", headers=_STREAM_HEADERS
                 )
             call = await pending.result()
@@ -205,7 +215,7 @@ class GatewayApp:
         role = request.path_params.get("role")
         if role is not None and (problem := role_problem(role)) is not None:
             raise invalid(problem, "role")
-        asked = await aside(len(body), lambda: parse_body(dialect, body))
+        asked = await aside(len(body) > LARGE_JSON, lambda: parse_body(dialect, body))
         asked = replace(asked, role=role, size=len(body), volatile=caller.session.volatile)
         return asked, (body, request.headers.get("idempotency-key"))
 
@@ -389,6 +399,14 @@ async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byte
     yield first
     async for event in rest:
         yield event
+
+
+class _EventResponse(StreamingResponse):
+    """A stream of events that goes on when its client has gone: an answer is generated to its end."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events, without the two tasks that would wait for the client's end."""
+        await self.stream_response(send)
 
 
 _START_SECONDS, _STOP_SECONDS = 30.0, 5.0

@@ -112,8 +112,8 @@ def as_gateway_error(error: BaseException) -> BaseException:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_LARGE = 32 << 10
-"""Bytes of a request from which on work on it costs more than a thread."""
+LARGE_TEXT, LARGE_JSON = 32 << 10, 256 << 10
+"""Bytes from which on work on a request costs more than a thread: tokenizing a text, reading JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +197,9 @@ class Answer:
     """As in GatewayRequest."""
 
 
-async def aside(size: int, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """Do work on a request of ``size`` bytes: in a thread if it is large, so that the event loop goes on."""
-    if size <= _LARGE:
+async def aside(is_large: bool, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """Do work on a request: in a thread if it ``is_large``, so that the event loop goes on."""
+    if not is_large:
         return work(*arguments, **named)
     return await asyncio.to_thread(work, *arguments, **named)
 

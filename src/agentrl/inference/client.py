@@ -88,7 +88,7 @@ class EngineLoad:
     tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StreamChunk:
     """One event of a stream: the tokens that it adds, and what it says about the whole generation."""
 

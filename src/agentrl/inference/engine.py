@@ -100,6 +100,14 @@ class EncodedIds:
         self._vocab_size = 0
         """What ``_ids`` were checked for."""
         self._json = b"[]"
+        self._next: list[int] | None = None
+        """What ``grow`` has made of the last prompt."""
+
+    def grow(self, prompt: list[int], ids: list[int]) -> list[int]:
+        """Return ``prompt`` with ``ids`` behind it; ``update`` trusts that neither list is changed."""
+        grown = prompt + ids
+        self._next = grown if prompt is self._ids else None
+        return grown
 
     def update(self, ids: Sequence[int], vocab_size: int) -> bytes:
         """Return ``ids`` as a JSON array.
@@ -111,7 +119,7 @@ class EncodedIds:
         known = len(self._ids)
         prompt = ids if isinstance(ids, list) else list(ids)
         # Check all ids again for an engine with fewer: the next call may go to another one.
-        if vocab_size < self._vocab_size or prompt[:known] != self._ids:
+        if vocab_size < self._vocab_size or not (prompt is self._next or prompt[:known] == self._ids):
             known = 0
         if known == 0:
             self._json = self._first.encode(prompt, vocab_size)
@@ -119,7 +127,7 @@ class EncodedIds:
             _check(new, vocab_size)
             # Join views: a slice of bytes would copy the whole conversation once more each turn.
             self._json = b"".join((memoryview(self._json)[:-1], b",", memoryview(orjson.dumps(new))[1:]))
-        self._ids, self._vocab_size = prompt, vocab_size
+        self._ids, self._vocab_size, self._next = prompt, vocab_size, None
         return self._json
 
 

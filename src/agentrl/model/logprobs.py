@@ -152,6 +152,9 @@ DEFAULT_VOCAB_CHUNK = 8192
 """Vocabulary entries per block of logits."""
 DEFAULT_CHUNK = 1024
 """Tokens per chunk of the projection."""
+GPU_CHUNK = 8192
+"""The same on a GPU: each chunk reads and writes the gradient of the whole head, and short kernels wait to be
+launched."""
 _STRIPES = 8
 
 
@@ -164,7 +167,7 @@ def token_logprobs(
     temperature: Tensor | float = 1.0,
     kept: KeptIds | None = None,
     entropy_gradient: bool = False,
-    chunk_size: int = DEFAULT_CHUNK,
+    chunk_size: int | None = None,
     vocab_chunk_size: int = DEFAULT_VOCAB_CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(logits/temperature) of each target, and the entropy of that softmax, in nats.
@@ -184,6 +187,8 @@ def token_logprobs(
     size that is not above 0.
     """
     divisor = _divisor(temperature, target_ids)
+    if chunk_size is None:
+        chunk_size = GPU_CHUNK if hidden.is_cuda else DEFAULT_CHUNK
     for name, size in (("chunk_size", chunk_size), ("vocab_chunk_size", vocab_chunk_size)):
         if size < 1:
             raise ValueError(f"{name} is {size}, expected 1 or more")
@@ -236,8 +241,8 @@ class _RunningSoftmax:
         logits.sub_(self.largest[:, None])
         for rows in _stripes(len(logits)):
             weights = logits[rows].exp()
-            self.total[rows] += weights.sum(1)
-            self.weighted[rows] += weights.mul_(logits[rows]).sum(1)
+            self.total[rows].add_(weights.sum(1))
+            self.weighted[rows].add_(weights.mul_(logits[rows]).sum(1))
 
     def join(self, group: distributed.ProcessGroup) -> None:
         """All-reduce, so that every rank has the softmax over all columns."""
@@ -318,12 +323,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     kept.apply(logits, here, first + columns.start)
                 target = target_ids[here] - first - columns.start
                 _to_gradient(logits, head, upstream.rows(here), target)
+                if grad_bias is not None:
+                    grad_bias[columns] += logits.sum(0)
+                # Multiply 16-bit operands as such on CUDA, in float32 elsewhere.
+                if states.is_cuda and states.dtype == weight.dtype:
+                    logits = logits.to(states.dtype)
                 if grad_hidden is not None:
                     _add_product(grad_states, logits, weight[columns])
                 if grad_weight is not None:
                     _add_product(grad_weight[columns], logits.T, states)
-                if grad_bias is not None:
-                    grad_bias[columns] += logits.sum(0)
             if grad_hidden is not None:
                 # Accumulate: where branches begin, one position predicts several tokens.
                 grad_hidden.index_put_((parent[here],), grad_states.to(hidden.dtype), accumulate=True)
@@ -397,9 +405,9 @@ def _to_gradient(logits: Tensor, head: OutputHead, upstream: _Upstream, target: 
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to ``total``; multiplies 16-bit operands as such on CUDA, in float32 elsewhere."""
-    if right.is_cuda and right.dtype != torch.float32:
-        total += torch.mm(left.to(right.dtype), right, out_dtype=torch.float32)
+    """Add left @ right to ``total``, in float32 unless ``left`` is of 16 bits, too."""
+    if left.dtype != torch.float32:
+        total += torch.mm(left, right, out_dtype=torch.float32)
     else:
         total.addmm_(left, right.float())
 
@@ -549,8 +557,8 @@ class _ChosenProducts(torch.autograd.Function):
 class ForwardOptions:
     """How a forward computes logprobs. No option changes a loss by more than rounding."""
 
-    chunk_size: int = DEFAULT_CHUNK
-    """Tokens per chunk of the projection onto the vocabulary."""
+    chunk_size: int | None = None
+    """Tokens per chunk of the projection onto the vocabulary (default: ``DEFAULT_CHUNK``; ``GPU_CHUNK``)."""
     vocab_chunk_size: int = DEFAULT_VOCAB_CHUNK
     """Vocabulary entries per chunk of the projection."""
     entropy_gradient: bool = False

@@ -44,7 +44,7 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl.inference.engines.commands import COLOCATED_MEMORY
 from agentrl.local.plan.memory import PARTS, ModelNumbers, PlannedModel, RankMemory, StepSpec, measure_step
 from agentrl.model.flops import Precision
-from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK, ForwardOptions
+from agentrl.model.logprobs import DEFAULT_VOCAB_CHUNK, GPU_CHUNK, ForwardOptions
 from agentrl.model.lora import add_adapter
 from agentrl.observe.terminal import clean, table
 from agentrl.train.build import Checkpointing, checkpointing_mode
@@ -549,7 +549,7 @@ class Search:
     def spec(self, candidate: Candidate) -> StepSpec:
         """Return the step whose memory is computed."""
         configs, work = self.configs, self.work
-        chunk = configs[TrainConfig].loss_seq_chunk_size or DEFAULT_CHUNK
+        chunk = configs[TrainConfig].loss_seq_chunk_size or GPU_CHUNK
         return StepSpec(
             config=self.model.config,
             precision=self.precision,

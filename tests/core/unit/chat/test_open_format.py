@@ -312,6 +312,17 @@ def test_a_template_that_reads_the_cycle_gets_it_whole(tmp_path: Path, template:
     assert extended(chat_format, [CONVERSATION[8]]) == extended(always_whole(chat_format), [CONVERSATION[8]])
 
 
+@pytest.mark.parametrize("lists_again", [False, True])
+def test_tools_are_rendered_again_only_where_a_template_lists_them_behind_a_generation(
+    tmp_path: Path, lists_again: bool
+) -> None:
+    listed = "{{ tools | tojson if tools }}" if lists_again else ""
+    chat_format = models.opened(tmp_path, models.KEEPS_ALL.replace(PROMPT, listed + PROMPT), name="template")
+    assert chat_format.skips_tools is not lists_again
+    for new in ([CONVERSATION[8]], [CONVERSATION[10]]):
+        assert extended(chat_format, new) == extended(replace(chat_format, skips_tools=False), new)
+
+
 def test_a_long_cycle_is_not_rendered_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chat_format = models.opened(tmp_path, models.KEEPS_ALL, name="template")
     rendered: list[int] = []

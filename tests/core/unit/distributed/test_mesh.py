@@ -56,6 +56,14 @@ def test_clipping_without_meshes_is_that_of_torch() -> None:
         torch.testing.assert_close(mine.grad, other.grad)
 
 
+def test_a_stage_without_trained_parameters_gets_the_norm_of_the_others() -> None:
+    join_alone(torch.device("cpu"))
+    try:
+        assert clip_gradients([nn.Parameter(torch.zeros(3))], 1.0, dist.group.WORLD) == 0.0
+    finally:
+        leave_processes()
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What PartialState is asked for, in place of joining anything, on a machine with 4 GPUs."""

@@ -49,3 +49,12 @@ def test_a_conversation_that_moves_to_an_engine_with_fewer_ids_is_checked_again(
     with pytest.raises(EngineRefusedError, match="token id 9 is outside the vocabulary of 9 ids"):
         encoded.update([1, 9, 2, 3], 9)
     assert encoded.update([1, 9, 2, 3], 10) == b"[1,9,2,3]"
+
+
+def test_a_prompt_that_has_grown_from_another_one_than_the_last_is_encoded_as_a_whole() -> None:
+    encoded, first = EncodedIds(FirstPrompts()), [1, 2]
+    assert encoded.update(first, 10) == b"[1,2]"
+    branches = [encoded.grow(first, [3]), encoded.grow(first, [4])]
+    assert [encoded.update(each, 10) for each in branches] == [b"[1,2,3]", b"[1,2,4]"]
+    assert encoded.update(encoded.grow(branches[0], [5]), 10) == b"[1,2,3,5]"
+    assert encoded.update(encoded.grow([1, 2, 3, 5], [6]), 10) == b"[1,2,3,5,6]"
