@@ -377,7 +377,7 @@ class Claims(Repository):
 
         async def write() -> list[Claim]:
             task = await tasks.find_one_and_update(
-                query, update, sort=BY_ORDER, return_document=ReturnDocument.AFTER
+                query, update, sort=BY_BEGIN, return_document=ReturnDocument.AFTER
             )
             if task is None:
                 return []
