@@ -10,7 +10,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -535,26 +535,21 @@ class Answerer:
         return RequestPrompts(store=self.store, chat_format=self.chat_format, agent=self.agent)
 
     async def answer(
-        self, ask: Ask, prompting: Awaitable[Prompt], checking: asyncio.Task[None]
+        self, ask: Ask, prompting: Awaitable[Prompt], checking: Awaitable[None]
     ) -> DispatchedSamplingTask:
         """Generate and store the answer of a request behind the prompt ``prompting``; return its model call.
 
         It is stored when ``checking`` has ended without an exception. Raises GatewayError; the request is
         then marked as failed.
         """
-
-        async def renew() -> None:
-            await asyncio.wait([checking])  # in an outage the request is stored late
-            await self.store.gateways.renew(ask.call, self.lease_seconds)
-
         try:
+            renew = partial(self.store.gateways.renew, ask.call, self.lease_seconds)
             async with renewed(renew, self.lease_seconds, f"the lease of {ask.call.id}"):
                 return await self._answer(ask, await prompting, checking)
         except LeaseLostError as error:
             raise dead_url() from error
         except BaseException as error:
             with contextlib.suppress(Exception):
-                await asyncio.wait([checking])  # it may be storing the request
                 await asyncio.shield(self.store.gateways.fail(ask.call))
             raise as_gateway_error(error) from error
 

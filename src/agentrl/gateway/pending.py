@@ -28,7 +28,7 @@ _NOTED = {"context_length_exceeded": "length", "unavailable": "unavailable"}
 """Code of an error → what its trajectory notes as ``stopped_by``."""
 
 _KNOWN = 4096
-"""Sessions of which a process keeps the number of calls, and requests that it knows as begun."""
+"""Sessions of which a process keeps the number of calls."""
 _FLUSH_SECONDS = 0.02
 """Time for which the tokens of a stream are collected: each piece that is sent costs CPU time."""
 
@@ -65,10 +65,6 @@ class PendingAnswer:
         """Note the tokens from place ``start`` on."""
         self._events.append((start, ids))
         self._wake()
-
-    def reset(self) -> None:
-        """Forget what was generated before readers were allowed to have it."""
-        self._prompt, self._events = None, []
 
     async def prompt(self) -> list[int]:
         """Return the prompt when generation begins; empty for an answer that exists. Raises GatewayError."""
@@ -135,12 +131,6 @@ def _joined(events: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, Sequ
     return joined
 
 
-def _drop_old(known: dict[str, Any]) -> None:
-    """Drop the oldest entries beyond ``_KNOWN``."""
-    while len(known) > _KNOWN:
-        known.pop(next(iter(known)))
-
-
 def _succeeded(task: asyncio.Task[Any]) -> bool:
     """Return whether a task that is done has a result; its exception counts as noticed."""
     return not task.cancelled() and task.exception() is None
@@ -160,8 +150,6 @@ class PendingAnswers:
         self._running: dict[str, PendingAnswer] = {}
         self._counts: dict[str, int] = {}
         """Session → its calls when it was last checked."""
-        self._begun: dict[str, None] = {}
-        """Digests of the latest requests."""
 
     def get(
         self, caller: Caller, dialect: str, request: GatewayRequest, identity: tuple[bytes, str | None]
@@ -212,19 +200,9 @@ class PendingAnswers:
         prompting = asyncio.create_task(
             answerer.prompts.prompt(caller.claim, request), name=f"prompt for {asked.record}"
         )
-        call = asked.call(0)
-        beginning = asyncio.create_task(
-            gateways.begin_first(call, answerer.lease_seconds), name=f"beginning of {call.id}"
-        )
         try:
-            if self._is_new(caller, asked.digest):
-                pending.call = call
-                made = await self._generate(pending, caller, request, prompting, beginning)
-                if made is not None:
-                    return made
-                pending.reset()
-            is_mine = await beginning
-            begun = call if is_mine else None
+            begun = await gateways.begin_first(asked, answerer.lease_seconds)
+            is_mine = begun is not None
             while True:
                 if begun is None:
                     begun, is_mine = await gateways.begin(
@@ -235,31 +213,15 @@ class PendingAnswers:
                 pending.call = begun
                 if is_mine:
                     replayed = await self._replay(pending, caller, request, prompting)
-                    done = replayed or await self._generate(pending, caller, request, prompting)
-                else:
-                    await self._check_calls(caller.session, None)
-                    pending.allow()
-                    done = await self._follow(begun)
+                    return replayed or await self._generate(pending, caller, request, prompting)
+                await self._check_calls(caller.session, None)
+                pending.allow()
+                done = await self._follow(begun)
                 if done is not None:
                     return done
                 begun = None
         finally:
-            await end_tasks(prompting, beginning)
-
-    def _is_new(self, caller: Caller, digest: str) -> bool:
-        """Return whether the engine need not wait until the request is stored: it repeats none, most likely.
-
-        The trajectory has one owner so far, the last call was far from the limit, and was made here.
-        """
-        known, claim = len(self._begun), caller.claim
-        self._begun[digest] = None
-        is_repeated = len(self._begun) == known
-        _drop_old(self._begun)
-        return not is_repeated and claim.attempt == claim.first_attempt and self._is_far(caller.session)
-
-    def _is_far(self, session: GatewaySession) -> bool:
-        """Return whether the last call of a session, made here, was far from the limit."""
-        return self._counts.get(session.id, session.max_calls) + 1 < session.max_calls
+            await end_tasks(prompting)
 
     async def _replay(
         self, pending: PendingAnswer, caller: Caller, request: GatewayRequest, prompting: asyncio.Task[Prompt]
@@ -288,36 +250,26 @@ class PendingAnswers:
         return call
 
     async def _generate(
-        self, pending: PendingAnswer, caller: Caller, request: GatewayRequest,
-        prompting: asyncio.Task[Prompt], beginning: asyncio.Task[bool] | None = None,
-    ) -> DispatchedSamplingTask | None:  # fmt: skip
+        self, pending: PendingAnswer, caller: Caller, request: GatewayRequest, prompting: asyncio.Task[Prompt]
+    ) -> DispatchedSamplingTask:
         """Generate an answer; readers get its tokens, and it is stored, unless ``_check_calls`` refuses.
 
-        Where the last call was far from the limit, the engine does not wait for the check, nor for
-        ``beginning``, which stores the request. None if that finds an earlier one, which this one repeats.
+        Where the last call was far from the limit, the engine does not wait for the check.
         """
-        session, call = caller.session, pending.call
-
-        async def check() -> None:
-            if beginning is not None and not await beginning:
-                raise asyncio.CancelledError
-            await self._check_calls(session, call)
-
-        is_far = self._is_far(session)
-        checking = asyncio.create_task(check(), name="check of a request")
+        session = caller.session
+        is_far = self._counts.get(session.id, session.max_calls) + 1 < session.max_calls
+        checking = asyncio.create_task(self._check_calls(session, pending.call), name="check of a request")
         checking.add_done_callback(lambda done: pending.allow() if _succeeded(done) else None)
         generating: asyncio.Task[DispatchedSamplingTask] | None = None
         try:
             if not is_far:
                 await checking
             ask = Ask(
-                claim=caller.claim, request=request, call=call,
+                claim=caller.claim, request=request, call=pending.call,
                 on_prompt=pending.prompted, progress=pending.generated,
             )  # fmt: skip
             answer = self._answerer.answer(ask, prompting, checking)
             generating = asyncio.create_task(answer, name=f"generation for {session.record}")
-            if beginning is not None and not await beginning:
-                return None
             await checking
             return await generating
         except GatewayError as error:
@@ -362,7 +314,8 @@ class PendingAnswers:
         self._counts.pop(session, None)
         if count is not None:
             self._counts[session] = count
-        _drop_old(self._counts)
+        while len(self._counts) > _KNOWN:
+            self._counts.pop(next(iter(self._counts)))
 
     async def _follow(self, call: GatewayCall) -> DispatchedSamplingTask | None:
         """Wait for the answer of another gateway; None if it failed or is late."""

@@ -348,13 +348,14 @@ class Gateways(Repository):
         return await self._latest(GATEWAY_CALL).count_documents({**live_calls, **began})
 
     @database_call
-    async def begin_first(self, call: GatewayCall, lease_seconds: float) -> bool:
-        """Store the document of a request unless one with its digest exists; return whether it is stored.
+    async def begin_first(self, request: CallRequest, lease_seconds: float) -> GatewayCall | None:
+        """Store a request unless one with its digest exists; return its document, else None.
 
         The write is not journaled: if it is lost, ``ModelCalls.answer`` finds no request, and a retry begins
         again.
         """
-        return await self._beginning.write((call, lease_seconds))
+        call = request.call(0)
+        return call if await self._beginning.write((call, lease_seconds)) else None
 
     @database_call
     async def begin(

@@ -294,8 +294,8 @@ async def test_a_stored_answer_is_taken_by_one_request_and_again_by_the_same(sto
         record=stored[0].record, attempt=3, digest="d.3", dialect="chat", answer_id="a", gateway="g",
         has_key=True,
     )  # fmt: skip
-    begun = request.call(0)
-    assert await store.gateways.begin_first(begun, 15.0)
+    begun = await store.gateways.begin_first(request, 15.0)
+    assert begun is not None
     for _ in range(2):  # the second as after an outage
         await store.gateways.replay(begun, stored[0])
     with pytest.raises(LeaseLostError):
