@@ -43,7 +43,6 @@ def _ours(way: str, wanted: dict[str, Any]) -> dict[str, Any]:
     """Measure a training step. ``sample`` k trains every k-th micro-batch and scales the seconds by FLOPs."""
     import torch
 
-    from agentrl.base.processes import keep_freed_memory
     from agentrl.config.schema import OptimConfig
     from agentrl.distributed.parallel_model import ParallelModel
     from agentrl.losses.settings import LossSettings
@@ -52,8 +51,6 @@ def _ours(way: str, wanted: dict[str, Any]) -> dict[str, Any]:
     from agentrl.train.step import forward_backward
 
     model = load_model(wanted["model"])
-    if model.device.type == "cpu":  # as build_trainer does
-        keep_freed_memory()
     enable_checkpointing(model, wanted.get("checkpointing", "none"))
     parallel = ParallelModel(model)
     data = Group(**wanted["group"]).data(_vocabulary(model))

@@ -169,22 +169,6 @@ def thread_limits(threads: int = 1) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
 
 
-_KEEP = {-1: 2**31 - 1, -4: 0, -8: 1}
-"""M_TRIM_THRESHOLD, M_MMAP_MAX and M_ARENA_MAX of glibc's malloc.h."""
-
-
-def keep_freed_memory() -> None:
-    """Let this process reuse the memory that it frees, instead of returning it; glibc alone can.
-
-    A step on a CPU frees its activations and gradients. The kernel would clear their pages again in the next
-    step, and that takes longer than most layers.
-    """
-    change = getattr(_libc, "mallopt", None)
-    if change is not None:
-        for parameter, value in _KEEP.items():
-            change(parameter, value)
-
-
 def half_of_cores() -> int:
     """Return the threads of each of two processes that compute at once on this machine, from 1 to 8.
 

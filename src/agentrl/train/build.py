@@ -14,7 +14,6 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from agentrl.base.processes import keep_freed_memory
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AdapterConfig,
@@ -97,8 +96,6 @@ def build_trainer(
     replay = build_replay(flags, memory, policy)
     mode = checkpointing_mode(memory, train.gradient_checkpointing)
     on_host = world.device.type == "cpu"
-    if on_host:
-        keep_freed_memory()
     if memory.activation_offload and on_host:  # transformers would pin memory, which needs an accelerator
         logger.warning("--activation_offload true: a CPU keeps activations in the host's memory anyway")
     enable_checkpointing(policy.model, mode, offload=memory.activation_offload and not on_host)

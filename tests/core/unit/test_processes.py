@@ -311,23 +311,3 @@ def is_gone(pid):
             return stat.read().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
-
-
-_ALLOCATES = """
-import resource
-from agentrl.base.processes import keep_freed_memory
-def faults(size=2**26):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    b"x" * size
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-keep_freed_memory()
-print(faults(), faults())
-"""
-
-
-def test_memory_that_was_freed_is_reused_without_the_kernel() -> None:
-    command = [sys.executable, "-c", _ALLOCATES]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    first, second = map(int, run.stdout.split())
-    assert first > 1000
-    assert second < 10
