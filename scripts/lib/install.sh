@@ -12,7 +12,7 @@ uv_install() {
   for uv in "$(command -v uv)" "$(venv_of "$installers/../..")/bin/uv" "$venv/bin/uv"; do
     [ ! -x "$uv" ] || break
   done
-  if { [ -x "$uv" ] || step "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile uv \
+  if { [ -x "$uv" ] || step "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "uv>=0.9,<1" \
     2> >(grep -v '^WARNING: Location' >&2); } && step "$venv/bin/python" "$installers/uv_install.py" "$uv" "$@"; then
     return
   fi
