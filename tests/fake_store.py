@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.base.processes import ProcessIdentity
 from agentrl.documents.document import now
 from agentrl.documents.run import InferenceService, PolicyVersion, SavedCheckpoint
-from agentrl.documents.status import DataStatus, StepStatus, TrainerEnd, VersionStatus
+from agentrl.documents.status import DataStatus, StepStatus, TaskStatus, TrainerEnd, VersionStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TokenStatistics, TrainStep
 from agentrl.errors import LeaseLostError
@@ -112,8 +112,8 @@ class _Epochs(_Part):
 
 
 class _Tasks(_Part):
-    async def unfinished(self, split: str) -> int:
-        return self.store.unfinished_groups
+    async def any_with_status(self, split: str, *states: TaskStatus) -> bool:
+        return TaskStatus.RUNNING in states and self.store.unfinished_groups > 0
 
     async def counts(self, split: str) -> dict[str, int]:
         return {"running": self.store.unfinished_groups}
