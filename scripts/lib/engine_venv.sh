@@ -1,7 +1,6 @@
 # Sourced by setup_sglang.sh and setup_vllm.sh: create the venv of an engine with the versions pinned in deploy/.
 # With an NVIDIA GPU, an engine that has a requirements-gpu.txt gets those.
 
-. "$(dirname "${BASH_SOURCE[0]}")/install.sh"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
 # make_engine_venv NAME SIZE: install the requirements of deploy/NAME into AGENTRL_NAME_VENV or .venv-NAME.
@@ -38,9 +37,9 @@ make_engine_venv() {
     echo "$name venv: installing into $venv (about $size, one to three minutes)"
     rm -f "$stamp"
     step "${PYTHON:-python3}" -m venv "$venv"
-    install_into "$venv" --requirement "$requirements"
+    step "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$requirements"
     [[ "$nodeps" == /dev/null ]] ||
-        install_into "$venv" --no-deps --requirement "$nodeps"
+        step "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --requirement "$nodeps"
     printf '%s\n' "$wanted" >"$stamp"
     echo "$name venv: $venv (installed)"
 }
