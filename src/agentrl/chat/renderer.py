@@ -629,7 +629,7 @@ _ATTRIBUTES = frozenset(dir(dict))
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Looks for keys of messages first: otherwise an exception says each time that they are no attributes."""
+    """Finds the keys of messages first: as attributes, each would cost an exception."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return ``obj.attribute`` as templates mean it: a key of a dict, unless dicts have the attribute."""

@@ -212,7 +212,7 @@ _ACTIVE_STEPS = {"status": {"$in": values(ACTIVE_STEPS)}}
 INDEXES: dict[str, list[IndexModel]] = {
     connection.TASK: [
         _index("split", "status", "epoch", "order"),
-        # Serve both orders: where no group is numbered, the numbers are equal.
+        # Claims sort by it. Groups without a number are equal in it, and follow epoch and order.
         _index("split", "status", "slots.status", "begun.number", "epoch", "order"),
         _index("split", "status", LEASE_DEADLINE),
         _index("split", "epoch", "order"),
