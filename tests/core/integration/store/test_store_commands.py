@@ -12,7 +12,7 @@ import pymongo.monitoring
 import pytest
 from ready_data import finalize, ready_data
 from rollout_fakes import FakeTools
-from test_store_claims import make_tasks, take_one
+from test_store_claims import expire, make_tasks, take_one
 from test_store_training import complete, decide, make_call, make_step
 
 from agentrl.columns.outages import Outages
@@ -27,6 +27,7 @@ from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.setup import AdmissionLimit
 from agentrl.store.claims import GroupLimit
 from agentrl.store.client import Store, open_store
+from agentrl.store.schema import INDEXES
 from agentrl.store.steps import StaleVersions
 
 pytestmark = pytest.mark.integration
@@ -195,6 +196,30 @@ async def test_every_query_that_runs_in_a_loop_uses_an_index(watched: Store) -> 
         ("update", "Admission"),
     } <= explained
     assert len(explained) >= 18
+
+
+async def test_whoever_claims_a_slot_sorts_as_its_index_does(watched: Store) -> None:
+    """Else all open groups are read for one claim: of few, as in a test, another index may hide it."""
+    await watched.tasks.load(make_tasks(4, generations=1))
+    COMMANDS.record(watched)
+    sampled = await take_one(watched)
+    await watched.records.create(sampled)
+    await watched.records.advance(sampled, RecordStatus.RUNNING)
+    await watched.records.advance(sampled, RecordStatus.COMPLETED)
+    await expire(watched, sampled)
+    await asyncio.gather(*(take_one(watched) for _ in range(3)))
+    assert await watched.claims.claim_sampled(split="train", owner="b", lease_seconds=60.0)
+    sorts = {
+        tuple(command["sort"].items())
+        for name, command in COMMANDS.stop(watched)
+        if command.get(name) == "Task" and "sort" in command
+        and "slots.status" in command.get("query", command.get("filter", {}))
+    }  # fmt: skip
+    (keys,) = [
+        tuple(index.document["key"].items())[3:] for index in INDEXES["Task"]
+        if "slots.status" in index.document["key"]
+    ]  # fmt: skip
+    assert sorts == {keys}
 
 
 async def end_leases(store: Store, slot: int) -> None:
