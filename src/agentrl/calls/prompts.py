@@ -7,6 +7,7 @@ agent's own conversation grows in place; that of a client, which sends it whole,
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +19,15 @@ import orjson
 
 from agentrl.chat.chat_format import ChatFormat, Message, ToolSchemas
 from agentrl.config.schema import AgentConfig, SamplingConfig
-from agentrl.documents.images import ImageSpan, joined
+from agentrl.documents.images import ImageSpan, joined, text_of
 from agentrl.documents.model_call import DispatchedSamplingTask, full_messages, unpack_ids
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ImageError, StoreError, TrajectoryError
 from agentrl.inference.engine import EncodedIds
 from agentrl.tools.tool import Schema
+
+LARGE_TEXT = 32 << 10
+"""Characters that take longer to tokenize than a thread takes to start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,12 @@ class Conversation:
             if self._prompt is None:
                 self._prompt = rendered(self._format, self.messages, self.tools)
         return self._prompt
+
+    async def render(self) -> None:
+        """Make the prompt, in a thread if it has much new text: other trajectories go on meanwhile."""
+        size = sum(len(text_of(message.get("content"))) for message in self.unseen)
+        if self._prompt is None and size > LARGE_TEXT:
+            await asyncio.to_thread(lambda: self.prompt)
 
     @property
     def starts_branch(self) -> bool:

@@ -19,6 +19,7 @@ from referencing.exceptions import Unresolvable
 
 from agentrl.base.concurrency import within_cpu
 from agentrl.calls.prompts import (
+    LARGE_TEXT,
     Budget,
     Chain,
     Prompt,
@@ -52,7 +53,6 @@ from agentrl.gateway.dialects.fields import refuse_media
 from agentrl.gateway.replay import request_key, without_volatile
 from agentrl.gateway.request import (
     LARGE_JSON,
-    LARGE_TEXT,
     Answer,
     AnsweredToolCall,
     GatewayError,

@@ -112,8 +112,8 @@ def as_gateway_error(error: BaseException) -> BaseException:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LARGE_TEXT, LARGE_JSON = 32 << 10, 256 << 10
-"""Bytes from which on work on a request costs more than a thread: tokenizing a text, reading JSON."""
+LARGE_JSON = 256 << 10
+"""Bytes that take longer to read than a thread takes to start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,6 +178,7 @@ class Role:
         length limit, if no prompt fits, and TurnsLimitError at the limit of a role.
         """
         self._require_turns()
+        await self._conversation.render()
         if not await self._make_prompt_fit():
             raise ContextFullError(
                 self._calls.budget.name_limit(self.prompt_tokens),
@@ -229,6 +230,7 @@ class Role:
                 turn.change()
             turn.settled = True
         self.append_messages(messages)
+        await self._conversation.render()
         return list(turn.executions)
 
     def append_messages(self, messages: Sequence[Message]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_fakes import END, END_OF_TEXT, byte_tokenizer, format_of
 
-from agentrl.calls.prompts import Conversation
+from agentrl.calls.prompts import LARGE_TEXT, Conversation
 from agentrl.chat.chat_format import ChatFormat, TextStream
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
@@ -277,3 +278,23 @@ def test_the_end_of_an_answer_completes_what_was_sent() -> None:
     assert rest is not None
     assert first.text + "".join(delta.text for delta in rest) == "I add.  more"
     assert stream.finish("", "another answer") is None
+
+
+@pytest.mark.parametrize("size", [10, LARGE_TEXT + 1])
+async def test_much_new_text_is_rendered_beside_the_event_loop(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat_format, conversation = start(PLAIN)
+    expected = Conversation(chat_format, [{"role": "user", "content": "1+1?" + "x" * size}]).prompt.ids
+    conversation.messages[-1]["content"] += "x" * size
+    threads, render = [], ChatFormat.render
+
+    def watched(*arguments: Any) -> list[int]:
+        threads.append(threading.current_thread())
+        return render(*arguments)
+
+    monkeypatch.setattr(ChatFormat, "render", watched)
+    await conversation.render()
+    assert conversation.prompt.ids == expected
+    assert len(threads) == 1
+    assert (threads[0] is threading.main_thread()) == (size == 10)
