@@ -25,6 +25,7 @@ _PLACES = (
     ("/agentrl/model/attention.py", "block_attention", "attention"),
     ("/agentrl/losses/", "", "loss"),
     ("/agentrl/train/", "StepLoss", "loss"),
+    ("/agentrl/model/norms.py", "", "norms"),
     ("/transformers/", "Norm.", "norms"),
     ("/transformers/", "rot", "rotary"),
     ("/transformers/", "Rot", "rotary"),

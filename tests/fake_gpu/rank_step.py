@@ -33,6 +33,7 @@ from agentrl.model.check_model import list_kinds
 from agentrl.model.flops import ModelShape
 from agentrl.model.load import allocate, disable_dropout
 from agentrl.model.lora import add_adapter
+from agentrl.model.norms import fuse_norms
 from agentrl.train.build import enable_checkpointing
 from agentrl.train.optimizer import build_optimizer, freeze
 from agentrl.train.step import token_batch
@@ -49,8 +50,6 @@ class StepSpec(memory.StepSpec):
     """Tokens of each trajectory in a micro-batch; the last one is shorter."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss: LossConfig = field(default_factory=LossConfig)
-    on_gpu: bool = True
-    """Plan AdamW's kernel for a GPU; otherwise for a CPU."""
 
     def forest(self) -> TokenForest:
         """Return a full micro-batch: chains whose last tokens are trainable."""
@@ -208,6 +207,7 @@ def build_model(spec: StepSpec) -> Any:
     dtype = spec.precision.products if spec.adapter.lora_rank else spec.precision.weights
     model = model_class.from_config(config, dtype=dtype, attn_implementation="sdpa")
     disable_dropout(model)
+    fuse_norms(model)
     if spec.adapter.lora_rank:
         add_adapter(model, spec.adapter, Path(), None)
     enable_checkpointing(model, spec.checkpointing, offload=spec.memory.activation_offload)

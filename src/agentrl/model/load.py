@@ -29,6 +29,7 @@ from agentrl.config.schema import AdapterConfig, ModelConfig
 from agentrl.errors import ModelError, first_line
 from agentrl.model.flops import Precision
 from agentrl.model.lora import Adapter, ServedAdapter, add_adapter
+from agentrl.model.norms import fuse_norms
 from agentrl.model.vision import PixelReader, reads_images
 from agentrl.weights.folder import base_folder, is_adapter, read_config, stored_dtype
 from agentrl.weights.snapshot import PublishedModel, WeightSource, model_parts
@@ -184,6 +185,7 @@ def load_policy(
             hint="resize the model's embeddings, or use the tokenizer that belongs to it",
         )
     disable_dropout(model)
+    fuse_norms(model)
     pixels = PixelReader(base) if reads_images(model.config) else None
     if is_adapted and pixels is not None:
         raise ModelError(

@@ -20,6 +20,7 @@ from agentrl.errors import ModelError
 from agentrl.losses.loss import TEACHER
 from agentrl.model.attention import build_executor
 from agentrl.model.load import disable_dropout, load_model, resolve_dtype
+from agentrl.model.norms import fuse_norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -625,6 +626,7 @@ class IdScorer:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = load_model(folder, ModelConfig(), resolve_dtype("auto"))
         disable_dropout(model)
+        fuse_norms(model)
         model.to(device=self._device).eval()  # type: ignore[call-arg]
         self._head = output_head(model)
         self._executor = build_executor(model, trains=False)

@@ -40,6 +40,7 @@ from agentrl.losses.settings import LossSettings
 from agentrl.model.check_model import check_model
 from agentrl.model.flops import Precision, device_peak
 from agentrl.model.load import Policy, disable_dropout, empty_model, load_model
+from agentrl.model.norms import fuse_norms
 from agentrl.train.optimizer import build_optimizer, build_scheduler, freeze
 from agentrl.train.step import FrozenLogprobs, PolicyTrainer, Reference
 from agentrl.weights.folder import base_folder
@@ -164,6 +165,7 @@ def build_reference(
             hint="give a model with the policy's tokenizer",
         )
     disable_dropout(model)
+    fuse_norms(model)
     check_model(model)
     # Freeze before the split: FSDP2 then frees the gathered root after each forward.
     model.requires_grad_(requires_grad=False)

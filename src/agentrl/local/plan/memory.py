@@ -27,6 +27,7 @@ from agentrl.model.attention import MaskLimits, check_compatibility
 from agentrl.model.flops import ModelShape, Precision
 from agentrl.model.load import disable_dropout, empty_model
 from agentrl.model.logprobs import ForwardOptions
+from agentrl.model.norms import fuse_norms, is_fused
 from agentrl.train.build import Checkpointing
 from agentrl.weights.folder import read_config, require_config
 
@@ -63,6 +64,7 @@ def open_model(folder: Path, context: int, *, trust_remote_code: bool = False) -
             hint=f"give --context {limit} or less, or extend the model's rope scaling in its config.json",
         )
     disable_dropout(module)
+    fuse_norms(module)
     check_compatibility(module)
     experts = sum(p.numel() for found in find_experts(module).values() for p in found.parameters())
     return PlannedModel(
@@ -168,6 +170,8 @@ class ModelNumbers:
     """Queries and keys are normalized."""
     norm: str
     """The class of these norms."""
+    is_fused: bool
+    """A GPU runs these norms as one kernel."""
 
     @classmethod
     def of(cls, module: Any) -> Self:
@@ -195,6 +199,7 @@ class ModelNumbers:
             norms=sum(item.weight.numel() == shape.hidden for _, item in norms) if found else 2,
             norms_heads=any(name.endswith("q_norm") for name, _ in norms),
             norm=type(norms[0][1]).__name__ if norms else "RMSNorm",
+            is_fused=any(is_fused(item) for _, item in norms),
         )  # fmt: skip
 
     def stages(self, layout: Layout) -> list[range]:
@@ -232,6 +237,7 @@ class StepSpec:
     options: ForwardOptions = field(default_factory=ForwardOptions)
     reference: float = 0.0
     """Numbers in a reference model, as a multiple of the model's."""
+    on_gpu: bool = True
 
 
 @dataclass(frozen=True)
@@ -259,6 +265,7 @@ class _Rank:
         self._shape, self._wide = model.shape, spec.precision.products.itemsize
         self._uses_fsdp = layout.uses_fsdp or spec.precision.policy is not None
         self._is_last = stage == layout.pp - 1
+        self._norms_once = spec.on_gpu and model.is_fused
         self._layers = [model.layers[index].local(layout) for index in model.stages(layout)[stage]]
         has_embedding = stage == 0 or (self._is_last and not model.head.dense)
         ends = (model.embedding, has_embedding), (model.head, self._is_last)
@@ -299,7 +306,8 @@ class _Rank:
             "end of the backward": {**held, **backward, "activations": 0.0 if is_recomputed else kept},
         }  # fmt: skip
         if self._is_last:
-            final_norm = self._tokens * self._shape.hidden * (2 * self._wide + 4)
+            widths = 2 * self._wide + (0 if self._norms_once else 4)
+            final_norm = self._tokens * self._shape.hidden * widths
             phases["logits and loss"] = {
                 **before, "gathered parameters": gathered, "logits and loss": self._loss() + ahead,
                 "activations": flight + stage_kept + final_norm,
@@ -357,13 +365,13 @@ class _Rank:
         """Return the bytes that a layer saves for its backward without checkpointing.
 
         A norm saves its input in float32 and, if it is trained, its normalized input; Gemma's saves both in
-        float32, and LayerNorm its input alone. Products save their inputs, attention queries, keys, values
-        and its result, a gated layer both factors and their product.
+        float32, LayerNorm and a fused one their input alone. Products save their inputs, attention queries,
+        keys, values and its result, a gated layer both factors and their product.
         """
         shape, wide = self._shape, self._wide
         heads, kv_heads, ffn = self._widths()
         norm = 4 + (0 if self._spec.adapter.lora_rank else 4 if "Gemma" in self._model.norm else wide)
-        if self._model.norm == "LayerNorm":
+        if self._model.norm == "LayerNorm" or self._norms_once:
             norm = wide
         normed = self._model.norms * shape.hidden + (heads + kv_heads if self._model.norms_heads else 0)
         attention = 2 * shape.hidden + 3 * heads + 2 * kv_heads
@@ -383,8 +391,8 @@ class _Rank:
         )
         if self._experts:
             size += max(layer.trained_experts for layer in self._layers) / 3
-        if layout.tp > 1:  # sums over ranks
-            size += 3 * self._tokens * shape.hidden
+        if layout.tp > 1:  # sums over ranks, and the gradient of a norm that is several kernels
+            size += (2 if self._norms_once else 3) * self._tokens * shape.hidden
         if layout.cp > 1:  # gathered keys and values, and their gradients
             size += 6 * self._spec.max_tokens * kv_heads
         if layout.pp > 1:  # received and sent hidden states

@@ -1,0 +1,74 @@
+"""RMS norms of a model as one kernel on a GPU."""
+
+from __future__ import annotations
+
+import inspect
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+_EPSILONS = ("variance_epsilon", "eps")
+"""What transformers' norms call the number that they add to the mean of squares."""
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """Let the RMS norms of ``model`` run torch's fused kernel where their input is on a GPU.
+
+    As transformers writes a norm, it is eight kernels forward and more backward, each of which moves all
+    hidden states: a fifth of a step's time on an H100 (``scripts/bench/roofline.py``). The fused kernel
+    rounds once, after the weight. A CPU has no such kernel, and one of AMD's has returned wrong gradients
+    (https://github.com/pytorch/pytorch/issues/190828): there a norm stays as it is.
+
+    A class of norms is tried on numbers, and left alone if it computes anything else, as Gemma's do.
+    """
+    known: dict[type[nn.Module], bool] = {}
+    for module in model.modules():
+        kind = type(module)
+        if kind not in known:
+            known[kind] = _is_plain(module)
+        if known[kind]:
+            module.forward = MethodType(_fused(kind.forward, _epsilon(module)), module)
+
+
+def is_fused(norm: nn.Module) -> bool:
+    """Return whether ``norm`` runs the fused kernel on a GPU."""
+    return "forward" in vars(norm)
+
+
+def _fused(plain: Any, epsilon: float | None) -> Any:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        weight = self.weight
+        is_fused = hidden_states.is_cuda and torch.version.hip is None
+        if not is_fused or hidden_states.dtype != weight.dtype or isinstance(weight, DTensor):
+            result: Tensor = plain(self, hidden_states)
+            return result
+        return F.rms_norm(hidden_states, weight.shape, weight, epsilon)
+
+    return forward
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    found = [getattr(module, name) for name in _EPSILONS if hasattr(module, name)]
+    return found[0] if found else None
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether ``module`` computes ``x / sqrt(mean(x²) + epsilon) * weight`` of the last dimension."""
+    weight = getattr(module, "weight", None)
+    if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1:
+        return False
+    if len(inspect.signature(module.forward).parameters) != 1:  # a gated norm takes a gate
+        return False
+    epsilon = _epsilon(module)
+    if len(list(module.parameters())) != 1 or not isinstance(epsilon, float):
+        return False
+    tried = torch.linspace(0.5, 2.0, weight.numel(), device="cpu")
+    hidden = torch.linspace(-1.0, 1.0, 2 * weight.numel(), device="cpu").view(2, -1) ** 3
+    expected = F.rms_norm(hidden, weight.shape, tried, epsilon)
+    found = functional_call(module, {"weight": tried}, (hidden,))
+    return isinstance(found, Tensor) and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
