@@ -610,6 +610,8 @@ class PolicyTrainer:
         if len(parts) * self.epochs > 1:
             metrics = join_metrics(made, len(parts)) | {"updates": len(made)}
         metrics |= {"seconds_pack": watch.seconds["pack"]}
+        if metrics["computed_fraction"] == 1:  # a step that computes all of its data says nothing of it
+            del metrics["computed_fraction"]
         computed = call_tokens([item for part in parts for item in part])
         return StepResult(metrics | merging_metrics(metrics, computed), True, tokens)
 
