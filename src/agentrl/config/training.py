@@ -37,7 +37,11 @@ class GroupConfig(Flags):
     balance_sample: bool = flag(
         False, "keep at most one wrong and two right trajectories more than the smaller side has"
     )
-    drop_zero_advantage: bool = flag(True, "do not train model calls with advantage 0")
+    drop_zero_advantage: bool = flag(
+        True,
+        "do not train model calls with advantage 0; false: they count in the loss's mean, and are computed"
+        " where the loss reads more of them (metric computed_fraction)",
+    )
     minimal_advantage: float = flag(
         0.0, "do not train model calls whose |advantage| is below this", within="[0, inf)"
     )
@@ -576,7 +580,7 @@ class TrainConfig(ParallelConfig):
     token_statistics_mib: float = flag(
         4.0,
         "importance ratios and entropies of single tokens that a step stores for the dashboard, at most: 4"
-        " bytes a trained token, whole trajectories, those of the first groups first (0: none)",
+        " bytes a computed token, whole trajectories, those of the first groups first (0: none)",
         within="[0, inf)",
         unit="MiB a step",
         per_process=True,

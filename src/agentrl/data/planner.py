@@ -66,7 +66,7 @@ def build_micro_batches(
 
     The plan is a function of the arguments. Rank r of ``ranks`` runs ``[r::ranks]``: all ranks run the same
     number of micro-batches, with nearly equal tokens in each round and in total. If there is too little work,
-    some micro-batches are one token that trains nothing.
+    some micro-batches are one token that trains nothing; without data, that is each rank's only one.
 
     Raises ConfigError, with the trajectory's id, for a sequence above ``max_tokens``; ForestError for data
     that are not a forest.
@@ -87,6 +87,8 @@ def build_micro_batches(
         max_tokens = min(max_tokens, max([fill, *sizes, *lengths]))
     plan = balance(sizes, max_tokens, ranks)
     path_plan = balance(lengths, max_tokens, ranks, padded=rows is not None and rows.padded)
+    if not data:  # gradients of 0 let the optimizer decay its moments and the weights
+        plan = [[] for _ in range(ranks)]
     return [_micro_batch([parts[index] for index in chosen], merging) for chosen in plan] + [
         _micro_batch([paths[index] for index in chosen], "off") for chosen in path_plan
     ]

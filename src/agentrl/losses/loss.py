@@ -232,6 +232,8 @@ class Loss(FlagDefaults):
     """True if a token's loss depends on the other tokens of its trajectory."""
     compares_behavior: bool = False
     """True if the loss compares πθ with μ and reads no π_old."""
+    follows_advantage: bool = False
+    """True if the loss and the gradient of a token are 0 where its advantage is 0."""
     ignores_score: bool = False
     """True if a teacher's judgement replaces the advantage of the score (``distill_coef``)."""
     compares: bool = False

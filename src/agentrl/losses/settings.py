@@ -99,6 +99,11 @@ class LossSettings(LossConfig):
         return self.loss.reads_trajectory or any(found.reads_trajectory for found in self.corrections)
 
     @property
+    def needs_advantage(self) -> bool:
+        """Whether a token has neither a loss nor a gradient where its advantage is 0."""
+        return self.loss.follows_advantage and not (self.kl_coef or self.entropy_coef or self.distill_coef)
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the loss reads the logprobs of a reference model."""
         return self.kl_coef > 0 or self.loss.compares

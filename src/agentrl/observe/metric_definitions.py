@@ -76,6 +76,7 @@ SECTIONS: Final[dict[str, tuple[MetricDefinition, ...]]] = {
         _("tokens", "tokens that the step computes, prompts included, shared prefixes once", "tokens", "steady"),
         _("trainable_tokens", "generated tokens that have a loss", "tokens", "steady; growth means longer answers"),
         _("trajectories", "trajectories that the step trains", "trajectories", "steady"),
+        _("computed_fraction", "share of the trainable tokens that forward and backward compute: a trajectory whose advantages are all 0 is not, if the loss needs no more of it; it counts in the loss's denominators, `trainable_tokens` and `trajectories`, and every metric of ratios, KL, entropy, staleness or size is of the others", "0–1", "missing where all are computed, as they are unless groups without a signal are trained (--min_score_spread 0, --drop_zero_advantage false)"),
         _("unique_tokens", "the same as `tokens`", "tokens", "steady"),
         _("total_tokens", "tokens if each model call were a row: prompt and output", "tokens", "steady"),
         _("sharing_ratio", "total_tokens / unique_tokens", "ratio", "above 1 with several turns or a group's common prompt"),

@@ -76,17 +76,20 @@ class StepLoss:
         options: ForwardOptions,
         recorder: TokenRecorder | None = None,
         data: Sequence[DBRecordData] = (),
+        left_out: Sequence[DBRecordData] = (),
     ) -> StepLoss:
         """Count an update's tokens and trajectories over all ranks, and sum what it needs of trajectories.
 
-        ``forests`` are this rank's; ``data`` are the update's, of all ranks. Raises ForestError if no token
-        is trainable.
+        ``forests`` are this rank's; ``data`` are the update's, of all ranks, and ``left_out`` those that are
+        in no forest but in the denominators. Raises ForestError if no token is trainable.
         """
         own, own_tokens = count_step(forests), sum(forest.tokens for forest in forests)
         # Count in float64: float32 has no odd numbers above 2**24, and a step may have more tokens.
         counts = torch.tensor([own.tokens, own.trajectories, own_tokens], dtype=torch.float64)
         trainable_tokens, trajectories, tokens = model.mesh.sum(counts.to(model.model.device)).tolist()
-        whole = Denominators(round(trainable_tokens), trajectories)
+        whole = Denominators(round(trainable_tokens), trajectories) + Denominators(
+            sum(item.trainable_tokens for item in left_out), len(left_out)
+        )
         if whole.tokens == 0:
             raise ForestError(
                 "a step without a trainable token", hint="leave out data without trainable spans"
@@ -286,7 +289,7 @@ class TokenRecorder:
 
     def add(self, forest: TokenForest, logprobs: Tensor, entropy: Tensor) -> None:
         """Copy the values of the chosen trajectories from a micro-batch; both tensors are float32[T]."""
-        first = self._first[forest.trajectory][forest.row]
+        first = self._first[forest.trajectory[forest.row]]
         chosen = np.flatnonzero(first >= 0)
         if not chosen.size:
             return
@@ -300,8 +303,9 @@ class TokenRecorder:
     def collect(self, mesh: Mesh) -> list[TokenValues]:
         """Return the values of all ranks by trajectory; every rank calls it."""
         log_ratio, entropy = mesh.sum(self._values, stages=True).cpu().numpy()
-        ends = np.cumsum([item.trainable_tokens for item in self._data])[:-1]
-        parts = zip(self._data, np.split(log_ratio, ends), np.split(entropy, ends), strict=True)
+        ends = np.cumsum([item.trainable_tokens for item in self._data], dtype=np.int64)
+        # Leave out what follows the last: it is empty, and also there if no trajectory is chosen.
+        parts = zip(self._data, *(np.split(each, ends)[:-1] for each in (log_ratio, entropy)), strict=True)
         return [TokenValues(item.id, item.spans, ratios, entropies) for item, ratios, entropies in parts]
 
 
@@ -326,6 +330,7 @@ def choose_trajectories(data: Sequence[DBRecordData], limit: int) -> frozenset[s
 
 
 _COUNTED = ("tokens", "trainable_tokens", "trajectories", "extreme_tokens")
+_OF_ALL = ("loss", "grad_norm", "lr", "computed_fraction")
 
 
 def speed_metrics(
@@ -414,16 +419,20 @@ def join_metrics(updates: Sequence[Mapping[str, Any]], first_pass: int) -> dict[
     """Join the metrics of a step's updates; the first ``first_pass`` make one pass over its data.
 
     Tokens, trajectories and histograms are those of the first pass. Seconds add up, and a maximum is that of
-    all updates. Every other number is the mean over updates, weighted by the trainable tokens that it is of.
+    all updates. Every other number is the mean over updates, weighted by the trainable tokens that it is of:
+    those that were computed, and all of them for ``_OF_ALL``.
     """
     joined: dict[str, Any] = {}
     # Not the names of the first update alone: it has no ``kl_teacher`` if none of its tokens is taught.
     for name in dict.fromkeys(name for update in updates for name in update):
         value = next(update[name] for update in updates if name in update)
         share = "taught_fraction" if name == "kl_teacher" else ""
-        weights = [float(update["trainable_tokens"]) * update.get(share, 1.0) for update in updates]
+        part = "" if name in _OF_ALL else "computed_fraction"
+        # Count at least one token: an update of which nothing is computed runs one.
+        weights = [max(update["trainable_tokens"] * update.get(part, 1.0), 1.0) * update.get(share, 1.0)
+                   for update in updates]  # fmt: skip
         if name == "version_gap":  # it is of tokens of age 0 alone
-            weights = [update["staleness_histogram"].get("0", 0.0) for update in updates]
+            weights = [update.get("staleness_histogram", {}).get("0", 0.0) for update in updates]
         found = [(update[name], weight) for update, weight in zip(updates, weights, strict=True)
                  if name in update]  # fmt: skip
         if isinstance(value, Mapping):
@@ -564,7 +573,9 @@ class PolicyTrainer:
         ``images`` has those of the data, by hash.
         Each update trains whole groups. Old and reference logprobs are those from before the first update.
         An update that is not finite ends the step before it; if it is the first, weights do not change. A
-        step of which the loss chooses no data changes neither weights nor schedule.
+        step of which the loss chooses no data changes neither weights nor schedule. Trajectories that have
+        no gradient (``has_gradient``) are not computed; they count in the loss's denominators, and an update
+        of these alone decays moments and weights.
         """
         data = self.settings.loss.choose(data)
         if not data:
@@ -572,7 +583,9 @@ class PolicyTrainer:
             return StepResult({"loss": 0.0, "grad_norm": 0.0, "trajectories": 0, "trainable_tokens": 0}, True)
         with clean_step(self.model):
             watch = Stopwatch(self.policy.model.device)
-            parts = split_updates(data, self.mini_batches)
+            wholes = split_updates(data, self.mini_batches)
+            parts = [[item for item in whole if has_gradient(item, self.settings)] for whole in wholes]
+            idle = [[item for item in whole if not has_gradient(item, self.settings)] for whole in wholes]
             updates = [
                 self.frozen.attach(self.model, self.pack(part, ages, images), self.options) for part in parts
             ]
@@ -581,7 +594,8 @@ class PolicyTrainer:
             recorded = recorders(parts, self.recorded_tokens, self.policy.model.device)
             for number, forests in enumerate(updates * self.epochs):
                 recorder = recorded[number] if number < len(recorded) else None
-                result = self._update(forests, recorder, parts[number % len(parts)])
+                part = number % len(parts)
+                result = self._update(forests, recorder, parts[part], idle[part])
                 if not result.is_finite and not made:
                     return result
                 if not result.is_finite:
@@ -596,7 +610,10 @@ class PolicyTrainer:
         if len(parts) * self.epochs > 1:
             metrics = join_metrics(made, len(parts)) | {"updates": len(made)}
         metrics |= {"seconds_pack": watch.seconds["pack"]}
-        return StepResult(metrics | merging_metrics(metrics, call_tokens(data)), True, tokens)
+        if metrics["computed_fraction"] == 1:  # a step that computes all of its data says nothing of it
+            del metrics["computed_fraction"]
+        computed = call_tokens([item for part in parts for item in part])
+        return StepResult(metrics | merging_metrics(metrics, computed), True, tokens)
 
     def pack(
         self,
@@ -618,6 +635,7 @@ class PolicyTrainer:
         forests: Sequence[TokenForest],
         recorder: TokenRecorder | None,
         data: Sequence[DBRecordData] = (),
+        left_out: Sequence[DBRecordData] = (),
     ) -> StepResult:
         """Make one optimizer update on this rank's ``forests`` of ``data``; the schedule does not move."""
         watch = Stopwatch(self.policy.model.device)
@@ -632,6 +650,7 @@ class PolicyTrainer:
                 watch=watch,
                 recorder=recorder,
                 data=data,
+                left_out=left_out,
             )
         watch.lap("forward")
         grad_norm = self.model.clip_gradients(self.max_grad_norm)
@@ -684,6 +703,11 @@ def _remedies(config: MemoryConfig, max_tokens: int, ranks: int) -> Sequence[str
     return remedies
 
 
+def has_gradient(item: DBRecordData, settings: LossSettings) -> bool:
+    """Return whether ``item`` can change the weights: a loss may need an advantage that is not 0."""
+    return not settings.needs_advantage or any(span.advantage for span in item.spans)
+
+
 def split_updates(data: Sequence[DBRecordData], parts: int) -> list[list[DBRecordData]]:
     """Split ``data`` into at most ``parts`` mini-batches of whole groups with balanced trainable tokens.
 
@@ -711,15 +735,17 @@ def forward_backward(
     watch: Stopwatch | None = None,
     recorder: TokenRecorder | None = None,
     data: Sequence[DBRecordData] = (),
+    left_out: Sequence[DBRecordData] = (),
 ) -> dict[str, Any]:
     """Add the gradients of one update's loss to ``model``, one micro-batch at a time, and report the update.
 
     ``forests`` are this rank's micro-batches. Loss and gradients are those of all ranks' forests in one
     batch, however trajectories are merged, split and distributed. ``watch`` gets the seconds of ``forward``
     and ``backward``, ``recorder`` the values of single tokens. ``data`` are the update's, of all ranks: a
-    loss that compares trajectories reads them.
+    loss that compares trajectories reads them. ``left_out`` are in no forest but in the denominators.
 
-    Returns ``loss``, ``tokens``, ``trainable_tokens`` and ``trajectories`` of all ranks, and everything in
+    Returns ``loss``, ``tokens``, ``trainable_tokens`` and ``trajectories`` of all ranks, the share of the
+    trainable tokens that are in a forest as ``computed_fraction``, and everything in
     ``TokenMetrics.report``. Raises ForestError if no token is trainable, ConfigError for a loss or correction
     that does not exist, ModelError for a model that is not exact on the forests.
     """
@@ -728,7 +754,7 @@ def forward_backward(
         divergence=bool(settings.distill_coef),
     )  # fmt: skip
     watch = watch or Stopwatch(model.model.device)
-    loss = StepLoss.start(model, forests, settings, options, recorder, data)
+    loss = StepLoss.start(model, forests, settings, options, recorder, data, left_out)
     # A pipeline's stages before the last have no logprobs: they take the gradient of the stage after them.
     for forest, values in model.micro_batches(forests, options, watch):
         part = loss.add(forest, *values)
@@ -741,5 +767,6 @@ def forward_backward(
         "tokens": loss.tokens,
         "trainable_tokens": loss.whole.tokens,
         "trajectories": round(loss.whole.trajectories),
+        "computed_fraction": report.tokens / loss.whole.tokens,
         **report.report(),
     }

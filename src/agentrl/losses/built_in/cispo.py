@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from agentrl.losses.settings import LossSettings
 
 
-@loss("CISPO", token_level_loss=True, epsilon=1.0, epsilon_higher=3.0)
+@loss("CISPO", token_level_loss=True, epsilon=1.0, epsilon_higher=3.0, follows_advantage=True)
 def cispo(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
     """Return −sg(clip(r, 1−ε, 1+ε+ε_h))·A·log πθ, float32[T] (MiniMax-M1, arXiv 2506.13585).
 

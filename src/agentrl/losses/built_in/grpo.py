@@ -24,7 +24,7 @@ def check_gradient_is_kept(settings: LossSettings) -> None:
     )
 
 
-@loss("GRPO", check=check_gradient_is_kept)
+@loss("GRPO", follows_advantage=True, check=check_gradient_is_kept)
 def grpo(
     batch: TokenBatch,
     settings: LossSettings,

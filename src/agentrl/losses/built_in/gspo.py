@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from agentrl.losses.settings import LossSettings
 
 
-@loss("GSPO", epsilon=3e-4, epsilon_higher=1e-4, reads_trajectory=True, check=check_gradient_is_kept)
+@loss(
+    "GSPO", epsilon=3e-4, epsilon_higher=1e-4, reads_trajectory=True, follows_advantage=True,
+    check=check_gradient_is_kept,
+)  # fmt: skip
 def gspo(
     batch: TokenBatch,
     settings: LossSettings,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     strict_in_bound=True,
     epsilon_higher=0.1,
     contains_weight=True,
+    follows_advantage=True,
 )
 def minirl(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
     """Return −M·sg(r)·A·log πθ, float32[T] (arXiv 2512.01374).

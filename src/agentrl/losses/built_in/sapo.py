@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from agentrl.losses.settings import LossSettings
 
 
-@loss("SAPO", clips=False)
+@loss("SAPO", clips=False, follows_advantage=True)
 def sapo(
     batch: TokenBatch,
     settings: LossSettings,

@@ -16,6 +16,8 @@ LAYOUTS = {2: ["fsdp2", "fsdp2_gspo", "tp2", "cp2", "ep2", "pp2_tied"], 4: ["dp_
 """By the number of processes; ``scripts/test_distributed.sh`` runs all."""
 AT_VERSION = ["tp2_version", "cp2_version", "ep2_version", "pp2_version"]
 """With ``--old_logprobs version``, once: dtypes do not matter to who reads which value."""
+IDLE = ["fsdp2_idle", "cp2_idle", "pp2_idle"]
+"""With trajectories that are not computed, once."""
 LOADED = {
     2: ["fsdp2", "fsdp2_lora_bf16", "tp2_tied", "ep2", "pp2_tied"],
     4: ["fsdp2×tp2", "ep2×fsdp2", "pp2×fsdp2"],
@@ -46,7 +48,7 @@ def good(told: str) -> list[str]:
 def test_layouts_train_like_one_process_and_resume_in_another(
     world: int, products: str, tmp_path: Path
 ) -> None:
-    layouts = LAYOUTS[world] + (AT_VERSION if (world, products) == (2, "float32") else [])
+    layouts = LAYOUTS[world] + (AT_VERSION + IDLE if (world, products) == (2, "float32") else [])
     more = ("--products", products, "--folder", str(tmp_path))
     assert good(run_together(world, "layouts.py", *layouts, *more)) == layouts
 

@@ -118,6 +118,25 @@ def test_the_loss_of_a_negative_advantage_is_bounded_by_default(name: str) -> No
     torch.testing.assert_close(unbounded.losses, torch.tensor([20.0]))
 
 
+@pytest.mark.parametrize("name", [name for name in LOSSES.names() if LOSSES.get(name).follows_advantage])
+@pytest.mark.parametrize("betas", [None, 0.5])
+def test_a_loss_that_follows_the_advantage_is_zero_with_its_gradient_without_one(
+    name: str, betas: float | None
+) -> None:
+    loss = LOSSES.get(name)
+    more: dict[str, Any] = {key: betas for key in loss.parameters if key.startswith("ce_grpo")}
+    settings = LossSettings(loss_calculater=name, strict_in_bound=False, **more)
+    batch = random_batch(3, spread=2.0)
+    batch = replace(batch, advantages=batch.advantages.where(batch.row > 1, 0.0))
+    result = token_losses(batch, settings)
+    result.losses.sum().backward()
+    idle = batch.row <= 1
+    assert batch.logprobs.grad is not None
+    assert not result.losses[idle].any()
+    assert not batch.logprobs.grad[idle].any()
+    assert batch.logprobs.grad[~idle].any()
+
+
 @pytest.mark.parametrize("name", [name for name in LOSSES.names() if LOSSES.get(name).from_policy])
 def test_tokens_whose_logprobs_are_wrong_are_masked_and_counted(name: str) -> None:
     """μ = −1e6, and one below πθ by e^21: no update moves a token that far."""

@@ -168,3 +168,41 @@ def test_start_and_reference_logprobs_have_the_temperature_of_their_call(base: P
     assert sorted(set(forest.temperature.tolist())) == [0.5, 1.0, 1.5]
     for found in (forest.start_logprob, forest.reference_logprob):
         assert np.abs(found - expected).max() < 1e-5
+
+
+@pytest.mark.exactness
+@pytest.mark.parametrize("mini_batches", [1, 3])
+@pytest.mark.parametrize("loss", ["GRPO", "GSPO", "CISPO", "MINIRL", "SAPO"])
+def test_trajectories_without_an_advantage_are_not_computed_and_train_as_if_they_were(
+    base: Path, monkeypatch: pytest.MonkeyPatch, loss: str, mini_batches: int
+) -> None:
+    """Weights, moments, denominators and counters are those of a step that computes every trajectory."""
+    flags: dict[str, Any] = {
+        "loss_calculater": loss, "weight_decay": 0.1, "mini_batches": mini_batches, "max_tokens": 10,
+        "prefix_merging": "off", "num_epochs_per_batch": 2,
+    }  # fmt: skip
+    one, other = tiny_trainer(base, **flags), tiny_trainer(base, **flags)
+    data = sampled(one)
+    agreed = [replace(item, spans=(replace(item.spans[0], advantage=0.0),)) for item in data]
+    mixed = [flat if item.task == "b" else item for item, flat in zip(data, agreed, strict=True)]
+    for step, fraction in ((data, 1.0), (mixed, 0.5), (agreed, 0.0)):
+        found = one.train(step)
+        with monkeypatch.context() as patch:
+            patch.setattr(LossSettings, "needs_advantage", False)
+            expected = other.train(step)
+        assert have_same_weights(one, other)  # each trajectory is a micro-batch: the others round as before
+        assert found.metrics.get("computed_fraction", 1.0) == fraction
+        assert "computed_fraction" not in expected.metrics
+        for name in ("loss", "grad_norm", "lr", "trainable_tokens", "trajectories", "updates"):
+            assert found.metrics.get(name) == pytest.approx(expected.metrics.get(name), abs=1e-6), name
+    assert found.metrics["grad_norm"] == 0.0
+    assert "kl_k3" not in found.metrics
+    assert found.metrics["micro_batches"] == 1
+
+
+@pytest.mark.parametrize("flags", [{"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"loss_calculater": "DPPO"}])
+def test_a_loss_that_reads_more_than_the_advantage_computes_every_trajectory(
+    base: Path, flags: dict[str, Any]
+) -> None:
+    data = [replace(item, spans=(replace(item.spans[0], advantage=0.0),)) for item in DATA]
+    assert "computed_fraction" not in tiny_trainer(base, **flags).train(data).metrics
