@@ -145,6 +145,7 @@ CONTENT: Final = (
     "environment", "system_prompt", "messages", "query_prompt", "images", "tools", "max_turns", "meta",
 )  # fmt: skip
 """The fields that come from the task file; a run sets the other fields."""
+FINGERPRINT_BYTES: Final = 16
 _content = attrgetter(*CONTENT)
 
 
@@ -160,7 +161,7 @@ def stored_fingerprint(document: Mapping[str, Any], slots: int) -> bytes:
 
 def _digest(values: list[Any]) -> bytes:
     text = orjson.dumps(values, default=repr, option=orjson.OPT_PASSTHROUGH_DATETIME)
-    return blake2b(text, digest_size=16).digest()
+    return blake2b(text, digest_size=FINGERPRINT_BYTES).digest()
 
 
 def task_key(split: str, epoch: int, task_id: str) -> str:

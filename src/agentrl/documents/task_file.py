@@ -24,7 +24,7 @@ from agentrl.base.registry import Registry
 from agentrl.base.user_code import file_name, names_outside
 from agentrl.documents.document import shortened
 from agentrl.documents.images import Image
-from agentrl.documents.task import Task, fingerprint, scorer_weights
+from agentrl.documents.task import FINGERPRINT_BYTES, Task, fingerprint, scorer_weights, task_key
 from agentrl.documents.task_json import (
     DECODER,
     MAX_LINE_BYTES,
@@ -451,13 +451,13 @@ class FileTasks(Sequence[Task]):
         self._file_indexes = array("Q")
         """Sampling order → index of the task in the file."""
         self._ids: list[str] = []
-        self._fingerprints: list[bytes] = []
+        self._fingerprints = bytearray()
         self._has_images = bytearray()
 
     def add(self, item: Item, task: Task) -> None:
         """Append one task."""
-        self._ids.append(task.id)
-        self._fingerprints.append(fingerprint(task))
+        self._ids.append(task.task_id)
+        self._fingerprints += fingerprint(task)
         self._has_images.append(bool(task.images))
         self._file_indexes.append(len(self._offsets))
         self._numbers.append(item.number)
@@ -474,7 +474,9 @@ class FileTasks(Sequence[Task]):
     def fingerprint(self, order: int) -> tuple[str, bytes]:
         """Return the ``_id`` of a task and its fingerprint when the file was checked, without reading it."""
         index = self._file_indexes[order]
-        return self._ids[index], self._fingerprints[index]
+        start = FINGERPRINT_BYTES * index
+        own = bytes(self._fingerprints[start : start + FINGERPRINT_BYTES])
+        return task_key(self._task_arguments[0], 0, self._ids[index]), own
 
     def images(self) -> Iterator[Image]:
         """Yield each image that a task names."""
