@@ -126,9 +126,9 @@ async def _load(arguments: argparse.Namespace) -> int:
 
 async def _list(arguments: argparse.Namespace) -> int:
     from agentrl.observe.terminal import print_json
-    from agentrl.store.client import open_store
+    from agentrl.store.client import open_existing
 
-    async with await open_store(group_of(RunConfig, arguments)) as store:
+    async with await open_existing(group_of(RunConfig, arguments)) as store:
         rows: list[dict[str, Any]] = [
             {"split": split, "epoch": epoch, "tasks": await store.tasks.counts(split, epoch)}
             for split in await store.tasks.splits()

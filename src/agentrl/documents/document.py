@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from functools import cache, partial
+from operator import attrgetter
 from types import UnionType
 from typing import Any, Self, TypeGuard, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -80,8 +81,18 @@ D = TypeVar("D")
 
 def _written(value: object) -> dict[str, Any]:
     """Return the fields of a dataclass as they are stored."""
-    fields = {stored: getattr(value, name) for name, stored, _ in _fields(cast("Hashable", type(value)))}
-    return _plain_items(fields)
+    stored, get = _getter(cast("Hashable", type(value)))
+    return _plain_items(zip(stored, get(value), strict=True))
+
+
+@cache
+def _getter(cls: Any) -> tuple[list[str], Callable[[Any], Iterable[Any]]]:
+    """Return the stored names of the fields, and what returns their values."""
+    names, stored = [name for name, _, _ in _fields(cls)], [stored for _, stored, _ in _fields(cls)]
+    # Ask apart for a single field: of one name attrgetter returns the value, not a tuple.
+    if len(names) == 1:
+        return stored, lambda value: [getattr(value, names[0])]
+    return stored, attrgetter(*names)
 
 
 def _read(cls: type[D], document: Mapping[str, Any]) -> D:
@@ -137,21 +148,21 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if isinstance(value, dict):
-        return _plain_items(value)
+        return _plain_items(value.items())
     if isinstance(value, Document):
         return value.to_document()
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
-        return _plain_items(value)
+        return _plain_items(value.items())
     if dataclasses.is_dataclass(value):  # of a package below the documents
         return _written(value)
     return value
 
 
-def _plain_items(items: Mapping[Any, Any]) -> dict[Any, Any]:
+def _plain_items(items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     # Ask before the call: most values are plain, and a call of Python costs more than they do.
-    return {key: item if type(item) in _PLAIN else plain(item) for key, item in items.items()}
+    return {key: item if type(item) in _PLAIN else plain(item) for key, item in items}
 
 
 _PLAIN = frozenset({str, int, float, bool, bytes, type(None), datetime})

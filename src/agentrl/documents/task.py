@@ -6,7 +6,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from hashlib import blake2b
+from operator import attrgetter
 from typing import Any, Final
+
+import orjson
 
 from agentrl.documents.document import Document, Root, is_finite, now
 from agentrl.documents.images import ImageRef
@@ -141,6 +145,23 @@ CONTENT: Final = (
     "environment", "system_prompt", "messages", "query_prompt", "images", "tools", "max_turns", "meta",
 )  # fmt: skip
 """The fields that come from the task file; a run sets the other fields."""
+FINGERPRINT_BYTES: Final = 16
+_content = attrgetter(*CONTENT)
+
+
+def fingerprint(task: Task) -> bytes:
+    """Return a digest of the text of a Task and of its number of slots."""
+    return _digest([*_content(task), len(task.slots)])
+
+
+def stored_fingerprint(document: Mapping[str, Any], slots: int) -> bytes:
+    """Return the fingerprint of a stored Task. Equal texts may differ in it: it tells 1 from 1.0."""
+    return _digest([*map(document.get, CONTENT), slots])
+
+
+def _digest(values: list[Any]) -> bytes:
+    text = orjson.dumps(values, default=repr, option=orjson.OPT_PASSTHROUGH_DATETIME)
+    return blake2b(text, digest_size=FINGERPRINT_BYTES).digest()
 
 
 def task_key(split: str, epoch: int, task_id: str) -> str:
@@ -209,7 +230,7 @@ def sum_name(weights: Mapping[str, float]) -> str:
 
 def scorer_weights(name: str) -> dict[str, float]:
     """Return {scorer: weight} of a task's ``scorer``; of a plain name, {name: 1.0}."""
-    terms = [_TERM.fullmatch(term) for term in name.split(_PLUS)]
+    terms = [_TERM.fullmatch(term) for term in name.split(_PLUS)] if "*" in name else [None]
     if not all(terms):
         return {name: 1.0}
     return {term.group(2): float(term.group(1)) for term in terms if term}

@@ -16,7 +16,7 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeVar, cast, overload
 
@@ -24,7 +24,7 @@ from agentrl.base.registry import Registry
 from agentrl.base.user_code import file_name, names_outside
 from agentrl.documents.document import shortened
 from agentrl.documents.images import Image
-from agentrl.documents.task import Task, scorer_weights
+from agentrl.documents.task import FINGERPRINT_BYTES, Task, fingerprint, scorer_weights, task_key
 from agentrl.documents.task_json import (
     DECODER,
     MAX_LINE_BYTES,
@@ -134,7 +134,8 @@ class TaskSource:
         items = self._list_items() if self._is_list else self._lines()
         bad = {} if self._places is None else self._places.bad
         for number, item in enumerate(items):
-            yield replace(item, number=number, value=bad.get(item.line, item.value))
+            value = bad.get(item.line, item.value)
+            yield Item(item.line, item.offset, item.length, value, number)
 
     def where(self, item: Item) -> str:
         """Return ``file:line`` of a task; in a file of another kind ``file:row``, both from 1.
@@ -435,7 +436,7 @@ class ReadResult:
     """The first task of each kind of row: of scorer, schema, type of answer, form that its prompt wants."""
 
 
-class _FileTasks(Sequence[Task]):
+class FileTasks(Sequence[Task]):
     """A lazy sequence: reads each task from the file on access. Tasks are in sampling order."""
 
     def __init__(self, source: TaskSource, rows: TaskRows, split: str, num_generations: int) -> None:
@@ -449,9 +450,15 @@ class _FileTasks(Sequence[Task]):
         self._lengths = array("Q")
         self._file_indexes = array("Q")
         """Sampling order → index of the task in the file."""
+        self._ids: list[str] = []
+        self._fingerprints = bytearray()
+        self._has_images = bytearray()
 
-    def add(self, item: Item) -> None:
+    def add(self, item: Item, task: Task) -> None:
         """Append one task."""
+        self._ids.append(task.task_id)
+        self._fingerprints += fingerprint(task)
+        self._has_images.append(bool(task.images))
         self._file_indexes.append(len(self._offsets))
         self._numbers.append(item.number)
         self._offsets.append(item.offset)
@@ -464,11 +471,18 @@ class _FileTasks(Sequence[Task]):
         random.Random(seed).shuffle(shuffled)
         self._file_indexes = array("Q", shuffled)
 
+    def fingerprint(self, order: int) -> tuple[str, bytes]:
+        """Return the ``_id`` of a task and its fingerprint when the file was checked, without reading it."""
+        index = self._file_indexes[order]
+        start = FINGERPRINT_BYTES * index
+        own = bytes(self._fingerprints[start : start + FINGERPRINT_BYTES])
+        return task_key(self._task_arguments[0], 0, self._ids[index]), own
+
     def images(self) -> Iterator[Image]:
         """Yield each image that a task names."""
         seen: set[str] = set()
-        for order in range(len(self)):
-            if any(image.sha256 not in seen for image in self[order].images):
+        for order, index in enumerate(self._file_indexes):
+            if self._has_images[index] and any(image.sha256 not in seen for image in self[order].images):
                 for image in read_images(image_sources(self._value(order)), self._folder):
                     if image.id not in seen:
                         seen.add(image.id)
@@ -495,7 +509,7 @@ class _FileTasks(Sequence[Task]):
 
     def _read(self, order: int) -> Task:
         try:
-            return replace(make_task(self._value(order), *self._task_arguments), order=order)
+            return make_task(self._value(order), *self._task_arguments, order)
         except (BadTaskError, OSError) as error:
             raise TaskFileError(
                 f"the task file {self._source.path} changed while it was loaded: {error}",
@@ -522,7 +536,7 @@ def read_tasks(
     """
     source = source or TaskSource(Path(path))
     rows = rows or TaskRows()
-    tasks = _FileTasks(source, rows, split, num_generations)
+    tasks = FileTasks(source, rows, split, num_generations)
     reading = _Reading(tasks, rows, source.is_trusted, names, check)
     for item in source.items():
         where = source.where(item)
@@ -536,7 +550,7 @@ def read_tasks(
                 _require_images_inside(value)
             task = make_task(value, split, num_generations, source.folder)
             reading.add(task, item, where, preset)
-            tasks.add(item)
+            tasks.add(item, task)
             look(task, item)
             reading.warn(where, value)
         except BadTaskError as error:
@@ -559,7 +573,7 @@ class _Reading:
 
     def __init__(
         self,
-        tasks: _FileTasks,
+        tasks: FileTasks,
         rows: TaskRows,
         is_trusted: bool,
         names: Callable[[Task], frozenset[str]] | None,
@@ -599,13 +613,14 @@ class _Reading:
 
     def add(self, task: Task, item: Item, where: str, preset: str) -> None:
         """Check and record the names and the id of a task. Raises BadTaskError."""
-        outside = names_in_fields(task)
         if not self._is_trusted:
-            _require_nothing(outside)  # before what asks its environment imports it
+            _require_nothing(names_in_fields(task))  # before what asks its environment imports it
         if self._names_of is not None:
             outside = self._names_of(task)
         elif not self._is_trusted and task.environment is not None:
             outside = frozenset({f"environment {task.environment}"})
+        else:
+            outside = names_in_fields(task)
         if not self._is_trusted:
             _require_nothing(outside)
         if task.task_id in self._ids:

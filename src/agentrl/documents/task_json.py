@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -481,8 +481,10 @@ def nearest_field(name: str) -> str | None:
     return nearest[0] if nearest else None
 
 
-def make_task(item: Any, split: str, num_generations: int, folder: Path | None = None) -> Task:
-    """Return the Task of one JSON value, in epoch 0 with ``order`` 0. Raises BadTaskError.
+def make_task(
+    item: Any, split: str, num_generations: int, folder: Path | None = None, order: int = 0
+) -> Task:
+    """Return the Task of one JSON value, in epoch 0. Raises BadTaskError.
 
     Paths of images are relative to ``folder``.
     """
@@ -493,7 +495,8 @@ def make_task(item: Any, split: str, num_generations: int, folder: Path | None =
     if fields.id is None:
         raise BadTaskError("id is missing (task_id is read too)")
     query, chat = _take_question(fields.query, rest)
-    check_bson_limits({"messages": list(chat.messages)})  # their arguments may have been JSON text
+    if chat.messages:
+        check_bson_limits({"messages": list(chat.messages)})  # their arguments may have been JSON text
     if fields.system_prompt is not None and chat.system is not None:
         raise BadTaskError("system_prompt and a system message in the messages: give one of them")
     system_prompt = chat.system if fields.system_prompt is None else fields.system_prompt
@@ -503,7 +506,7 @@ def make_task(item: Any, split: str, num_generations: int, folder: Path | None =
         task_id=fields.id,
         split=split,
         epoch=0,
-        order=0,
+        order=order,
         query=query,
         answer=_answer(fields.answer),
         aug_answers=fields.aug_answers,
@@ -519,8 +522,13 @@ def make_task(item: Any, split: str, num_generations: int, folder: Path | None =
         tools=() if tools is None and is_played else tools,
         max_turns=fields.max_turns,
         meta=_meta(rest),
-        slots=tuple(Slot(traj_id=number) for number in range(num_generations)),
+        slots=_new_slots(num_generations),
     )
+
+
+@cache
+def _new_slots(number: int) -> tuple[Slot, ...]:
+    return tuple(Slot(traj_id=traj_id) for traj_id in range(number))
 
 
 def image_sources(item: Mapping[str, Any]) -> tuple[str, ...]:

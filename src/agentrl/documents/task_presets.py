@@ -227,13 +227,13 @@ def _choices(row: Row) -> Row:
 
 
 def _lists_choices(row: Row) -> bool:
+    if _has(row, "scorer", "environment") or not _has(row, *_RIGHT):
+        return False
     texts, _ = _listed_choices(row)
     return (
         1 < len(texts) <= len(string.ascii_uppercase)
         and all(isinstance(text, (str, int, float)) for text in texts)
         and isinstance(_first(row, (*QUERY, "question_stem")), str)
-        and _has(row, *_RIGHT)
-        and not _has(row, "scorer", "environment")
     )
 
 

@@ -128,7 +128,8 @@ class Node(Document):
     parent: int = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Leave it unfrozen: a frozen one takes twice as long to make, and training data have one for each model call.
+@dataclass(slots=True, kw_only=True)
 class TrainableSpan(Document):
     """Trainable tokens ``[start, end)``, all of one model call, sampled under one policy version."""
 

@@ -286,6 +286,8 @@ async def evaluate(configs: Configs, *, as_json: bool = False) -> int:
 
 
 async def _evaluate(configs: Configs, progress: Parts, as_json: bool) -> None:
+    # Read it before the run is made: a file that cannot be read makes none.
+    read = await progress.until("reading the tasks", read_file(configs, _UNREAD_SPLIT))
     store = await progress.until("connecting to the database", open_store(configs[RunConfig]))
     async with store:
         engines = PolicyEngines(store, configs)
@@ -295,7 +297,7 @@ async def _evaluate(configs: Configs, progress: Parts, as_json: bool) -> None:
                 await follow(store, configs, runner, progress, lambda item: _print(item, as_json))
                 return
             policy = await choose_policy(store, configs, progress)
-            evaluation = await progress.until("reading the tasks", identify(store, configs, policy))
+            evaluation = await identify(store, configs, policy, read)
             progress.say(f"evaluating {policy} as {evaluation.id}")
             _print(await runner.evaluate(evaluation, policy), as_json)
         finally:

@@ -251,8 +251,7 @@ def _search(configs: Configs) -> tuple[Search, PlannedServices | None]:
     if folder is None:
         raise ConfigError("no model is given", hint="give --model FOLDER; its config.json is enough")
     require_config(Path(folder), "--model")
-    from agentrl.local.plan.memory import open_model, reference_parameters  # torch: after a wrong folder
-    from agentrl.local.plan.search import Search, build_workload, parse_gpus, size_services
+    from agentrl.local.placement import parse_gpus
 
     cluster = parse_gpus(
         flags.gpus,
@@ -261,6 +260,9 @@ def _search(configs: Configs) -> tuple[Search, PlannedServices | None]:
         network_gbps=flags.network_gbps,
     )
     engine = parse_gpus(flags.engine_gpu).gpu if flags.engine_gpu else cluster.gpu
+    from agentrl.local.plan.memory import open_model, reference_parameters  # torch: after what can be wrong
+    from agentrl.local.plan.search import Search, build_workload, size_services
+
     work = build_workload(configs)
     trust = configs[ModelConfig].trust_remote_code
     model = open_model(Path(folder), flags.context, trust_remote_code=trust)

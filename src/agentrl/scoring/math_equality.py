@@ -17,7 +17,7 @@ import re
 import unicodedata
 from collections import Counter
 from decimal import Decimal, InvalidOperation
-from functools import cache
+from functools import cache, lru_cache
 from string import ascii_lowercase
 from typing import Any
 
@@ -107,11 +107,15 @@ LONGEST = 2000
 longer, and the cost of a comparison stays bounded."""
 
 
+# Cache it: a comparison asks for each of its forms, and the right answer comes again for each trajectory.
+@lru_cache(maxsize=1024)
 def plain(text: str) -> str:
     """Return ``text`` without what is only its looks: compatible characters, TeX for spaces and fonts, wraps.
 
     Superscripts become ``^{…}``, vulgar fractions ``\\frac``. Case, words and signs stay.
     """
+    if text.isascii() and text.isalnum():
+        return text
     folded = " ".join(_HARD_SPACE.sub(",", text).split())
     folded = _RAISED.sub(lambda found: f"^{{{found.group().translate(_SUPERSCRIPTS)}}}", folded)
     folded = _LOWERED.sub(lambda found: f"_{{{found.group().translate(_SUBSCRIPTS)}}}", folded)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 import bson
+from bson.raw_bson import RawBSONDocument
 from pymongo import UpdateOne
 from pymongo.errors import BulkWriteError
 
-from agentrl.base.batches import weighed_batches
+from agentrl.base.batches import batches, weighed_batches
 from agentrl.documents.document import excerpt, now, plain
 from agentrl.documents.run import Withdrawn
 from agentrl.documents.status import SlotStatus, TaskStatus, values
@@ -20,11 +21,14 @@ from agentrl.documents.task import (
     CONTENT,
     CONVERSATIONS,
     Task,
+    fingerprint,
     record_key,
     record_task,
     scorer_weights,
+    stored_fingerprint,
     task_key,
 )
+from agentrl.documents.task_file import FileTasks
 from agentrl.errors import TaskFileError
 from agentrl.store.epochs import BY_ORDER, Epochs, sort_key
 from agentrl.store.mechanics.blobs import CHECKSUMS, sealed
@@ -86,11 +90,8 @@ class _Comparison:
     changed: array[int] = field(default_factory=lambda: array("Q"))
     differences: list[str] = field(default_factory=list)
 
-    def add(self, index: int, task: Task, stored: Mapping[str, Any] | None) -> None:
+    def add(self, index: int, task: Task, stored: Mapping[str, Any]) -> None:
         """Compare one task with the stored task of the same id."""
-        if stored is None:
-            self.missing.append(index)
-            return
         differing = list(_differences(stored, task))
         if differing:
             self.changed.append(index)
@@ -165,8 +166,9 @@ class Tasks(Repository):
                     again.refuse_changed()
                 changed.extend(again.changed)
                 await lease.expect(len(again.missing))
-                for batch in _batches(tasks, again.missing):
-                    inserted += await self._insert([task for _, task in batch])
+                encoded = (_encoded(tasks[index]) for index in again.missing)
+                for documents in weighed_batches(encoded, lambda one: len(one.raw), _BATCH_BYTES, _BATCH):
+                    inserted += await self._insert(documents)
                     await lease.renew()
         epochs = await self.epochs(split) if changed else []
         left: list[str] = []
@@ -285,11 +287,30 @@ class Tasks(Repository):
             # Look none up: at the first load that would read the whole file once more.
             compared.missing.extend(indices)
             return compared
-        for batch in _batches(tasks, indices):
+        differing = array("Q")
+        for some in batches(indices, _BATCH):
+            wanted = {index: _fingerprint(tasks, index) for index in some}
+            found = await self._fingerprints([key for key, _ in wanted.values()])
+            for index, (key, own) in wanted.items():
+                if key not in found:
+                    compared.missing.append(index)
+                elif found[key] != own:
+                    differing.append(index)
+        for batch in _batches(tasks, differing):
             stored = await self._stored([task.id for _, task in batch])
             for index, task in batch:
-                compared.add(index, task, stored.get(task.id))
+                compared.add(index, task, stored.get(task.id, {}))
         return compared
+
+    @database_call
+    async def _fingerprints(self, ids: Sequence[str]) -> dict[str, bytes]:
+        slots = {"$size": {"$ifNull": ["$slots", []]}}
+        shown = {**dict.fromkeys(CONTENT, 1), "slots": slots, "retracted": 1}
+        # Hash each as it comes: together they may be large.
+        return {
+            document["_id"]: stored_fingerprint(document, document["slots"] + document.get("retracted", 0))
+            async for document in self._collection(TASK).find({"_id": {"$in": list(ids)}}, shown)
+        }
 
     @database_call
     async def _stored(self, ids: Sequence[str]) -> dict[str, Json]:
@@ -298,9 +319,8 @@ class Tasks(Repository):
         return {document["_id"]: document async for document in cursor}
 
     @database_call
-    async def _insert(self, tasks: Iterable[Task]) -> int:
+    async def _insert(self, documents: Sequence[RawBSONDocument]) -> int:
         """Insert the tasks that are missing; return how many."""
-        documents = [sealed(TASK, task.to_document(), "content") for task in tasks]
         try:
             # Go on behind duplicates: a batch whose answer was lost in an outage is sent again.
             await self._collection(TASK).insert_many(documents, ordered=False)
@@ -339,6 +359,17 @@ def _batches(tasks: Sequence[Task], indices: Sequence[int]) -> Iterator[list[tup
     """Yield (index, task) of the tasks at ``indices`` in batches that fit in memory."""
     read = ((index, tasks[index]) for index in indices)
     return weighed_batches(read, lambda each: len(bson.encode(each[1].to_document())), _BATCH_BYTES, _BATCH)
+
+
+def _encoded(task: Task) -> RawBSONDocument:
+    return RawBSONDocument(bson.encode(sealed(TASK, task.to_document(), "content")))
+
+
+def _fingerprint(tasks: Sequence[Task], index: int) -> tuple[str, bytes]:
+    """Return the ``_id`` and the fingerprint of a task; of a file they are known without reading it again."""
+    if isinstance(tasks, FileTasks):
+        return tasks.fingerprint(index)
+    return tasks[index].id, fingerprint(tasks[index])
 
 
 def _differences(stored: Mapping[str, Any], task: Task) -> Iterator[str]:

@@ -24,6 +24,7 @@ from agentrl.config.training import PlanConfig
 from agentrl.distributed.mesh import Layout
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.local import local_cli
+from agentrl.local.placement import parse_gpus
 from agentrl.local.plan.memory import PlannedModel, open_model
 from agentrl.local.plan.search import (
     PlannedServices,
@@ -33,7 +34,6 @@ from agentrl.local.plan.search import (
     estimate_step,
     list_layouts,
     name_of,
-    parse_gpus,
     size_services,
 )
 

@@ -176,10 +176,10 @@ def any_slot(condition: Json) -> Json:
 def overdue(condition: Json) -> Json:
     """Return a filter for Tasks with an expired lease and a slot that satisfies ``condition``.
 
-    It uses the index on LEASE_DEADLINE. A Task without a deadline passes that part; ``condition`` decides.
+    It uses the index on LEASE_DEADLINE, and reads no Task without a lease, as those are that wait for scores.
     """
-    passed = expired(f"${LEASE_DEADLINE}")
-    return {"$expr": {"$and": [passed, any_slot(condition)["$expr"]]}}
+    leased = {"$gt": [f"${LEASE_DEADLINE}", None]}
+    return {"$expr": {"$and": [leased, expired(f"${LEASE_DEADLINE}"), any_slot(condition)["$expr"]]}}
 
 
 def claim_slots(

@@ -231,10 +231,12 @@ async def end_leases(store: Store, slot: int) -> None:
 
 async def test_a_look_for_leases_that_ran_out_reads_no_task_whose_leases_run(watched: Store) -> None:
     """However many groups are being sampled, ``reap`` and a take-over read what is overdue."""
-    await watched.tasks.load(make_tasks(40))
+    await watched.tasks.load(make_tasks(50))
     for _ in range(40 * 2):
         await take_one(watched, "alive", lease=600)
     await end_leases(watched, 0)
+    sampled = {"status": "running", "slots.$[].status": "sampled", "lease_deadline": None}
+    await watched.database["Task"].update_many({"order": {"$gte": 40}}, {"$set": sampled})
     COMMANDS.record(watched)
     assert await watched.expired_leases.reap("train") == 2
     await take_one(watched, "other", lease=600)

@@ -16,7 +16,8 @@ import pytest
 from json_rows import write_rows
 
 from agentrl.base.registry import Registry
-from agentrl.documents.task_file import TaskFormat, open_task_source, read_tasks
+from agentrl.documents.task import fingerprint, stored_fingerprint
+from agentrl.documents.task_file import FileTasks, TaskFormat, open_task_source, read_tasks
 from agentrl.errors import TaskFileError
 
 
@@ -236,6 +237,18 @@ def test_a_file_that_changes_while_it_is_loaded_is_an_error(tmp_path: Path) -> N
     path.write_text("x" * 100, encoding="utf-8")
     with pytest.raises(TaskFileError, match="changed while it was loaded"):
         list(tasks)
+
+
+def test_ids_and_fingerprints_are_known_without_the_file(tmp_path: Path) -> None:
+    items = [{"id": str(n), "query": "?", "level": n, "aug_answers": [n, None]} for n in range(9)]
+    tasks = read_tasks(write(tmp_path, *items)).tasks
+    assert isinstance(tasks, FileTasks)
+    read = [(task.id, fingerprint(task)) for task in tasks]
+    stored = [stored_fingerprint(task.to_document(), len(task.slots)) for task in tasks]
+    write(tmp_path, {"id": "another"})
+    assert [tasks.fingerprint(order) for order in range(9)] == read
+    assert [own for _, own in read] == stored
+    assert len(set(stored)) == 9
 
 
 def test_misspelt_fields_are_warned_of(tmp_path: Path) -> None:

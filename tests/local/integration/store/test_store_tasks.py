@@ -14,6 +14,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus, TaskStatus
 from agentrl.documents.task import Slot, Task, task_key
+from agentrl.documents.task_file import read_tasks
 from agentrl.errors import StoreError, TaskFileError
 from agentrl.local.mongod import EmbeddedMongo
 from agentrl.store.client import Store, open_store
@@ -38,6 +39,28 @@ async def test_loading_is_idempotent(store: Store) -> None:
     counts = await store.tasks.counts("train")
     assert (counts[TaskStatus.CREATED], counts[TaskStatus.RUNNING]) == (4, 1)
     assert await store.tasks.unfinished("train") == 5
+
+
+async def test_loading_a_file_again_reads_none_of_it_and_finds_what_was_edited(
+    store: Store, tmp_path: Path
+) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(f'{{"id": {n}, "query": "?", "level": {n}}}\n' for n in range(5)))
+    tasks = read_tasks(file).tasks
+    assert (await store.tasks.load(tasks)).inserted == 5
+    again = read_tasks(file).tasks
+    # A number that is equal, and another text, as a person edits them in the database.
+    edited = {"meta.level": 3.0}
+    await store.database["Task"].update_one({"_id": "train/0/3"}, {"$set": edited})
+    assert (await store.tasks.load(again)).existing == 5
+    await store.database["Task"].update_one({"_id": "train/0/3"}, {"$set": {"query": "!"}})
+    with pytest.raises(TaskFileError, match="'!' → '\\?'"):
+        await store.tasks.load(again)
+    await store.database["Task"].update_one(
+        {"_id": "train/0/3"}, {"$set": {"query": "?", **{"meta.level": 3}}}
+    )
+    file.write_text("")
+    assert (await store.tasks.load(again)).existing == 5
 
 
 async def test_an_epoch_is_opened_once_by_eight_racers(store: Store) -> None:
