@@ -38,6 +38,7 @@ step bash scripts/setup.sh --dev
 
 bin="${AGENTRL_VENV:-.venv}/bin"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" GOMP_SPINCOUNT=0 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+unset PYTHONDONTWRITEBYTECODE # each process would compile the sources, and pytest rewrite all tests
 
 step "$bin/ruff" check .
 step "$bin/ruff" format --check .
