@@ -6,9 +6,9 @@
 #   bash scripts/test.sh lab        lint, types and all tests of one room: core, house, lab, local, worlds or screens
 #   bash scripts/test.sh -k claims  pass arguments to pytest
 #
-# Without arguments, pytest runs three times, each in two processes: the core's unit tests and its run of two steps,
-# where there is no wing (core_alone.sh); what computes or has a database to itself ($apart); all other tests, which
-# start processes and wait for them, a file in one process.
+# Without arguments, pytest runs three times: the core's unit tests and its run of two steps, where there is no wing
+# (core_alone.sh); what computes or has a database to itself ($apart); all other tests, which start processes and wait
+# for them: in three processes instead of two, a file in one.
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
@@ -42,7 +42,7 @@ unset PYTHONDONTWRITEBYTECODE # each process would compile the sources, and pyte
 
 step "$bin/ruff" check .
 step "$bin/ruff" format --check .
-step "$bin/mypy"
+step "$bin/mypy" -n 2
 step "$bin/lint-imports" --no-logo
 
 if [ "${1:-}" = "--fast" ]; then
@@ -70,7 +70,7 @@ case $code in
   *) exit "$code" ;;
 esac
 
-rest=("$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/core/unit
+rest=("$bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/core/unit
   --ignore=tests/core/integration/test_two_steps.py "${apart[@]/#/--ignore=}")
 [ "$failed" = 1 ] || exec "${rest[@]}"
 step "${rest[@]}" || true
