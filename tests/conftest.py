@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,12 +18,9 @@ from warm_python import warm_server
 
 from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import RunConfig
-from agentrl.documents.run import SCHEMA
 from agentrl.observe.logging import LogWriter
 from agentrl.store import claims
 from agentrl.store.client import Store, open_store
-from agentrl.store.mechanics.connection import RUN
-from agentrl.store.schema import VALIDATORS, new_schema
 
 MOST_RERUNS = 3
 """A session fails if more tests than this needed a second run."""
@@ -160,65 +155,15 @@ def short_transactions(mongo_uri: str) -> Iterator[None]:
         client.admin.command("setParameter", 1, **{limit: before})
 
 
-class LeftDatabases:
-    """Drop or empty what tests have left, while others go on.
-
-    Making a run's database takes the server 0.3 s of CPU time, emptying it a tenth of that.
-    """
-
-    def __init__(self, client: MongoClient[dict[str, object]]) -> None:
-        self._client = client
-        self._pool = ThreadPoolExecutor(1)
-        self._left: list[Future[None]] = []
-        self._emptied: deque[str] = deque()
-
-    def take(self) -> str | None:
-        """Return the name of a run's database that is empty; None without one."""
-        return self._emptied.popleft() if self._emptied else None
-
-    def collections(self, name: str) -> set[str]:
-        """Return the names of a database's collections."""
-        return set(self._client[name].list_collection_names())
-
-    def drop(self, name: str) -> None:
-        """Drop a database."""
-        self._left.append(self._pool.submit(self._client.drop_database, name))
-
-    def empty(self, name: str, collections: set[str]) -> None:
-        """Empty a run's database for the next run; drop one that has not the ``collections`` of its start."""
-        self._left.append(self._pool.submit(self._empty, name, collections))
-
-    def _empty(self, name: str, collections: set[str]) -> None:
-        database = self._client[name]
-        if self.collections(name) != collections:
-            self._client.drop_database(name)
-            return
-        for collection in VALIDATORS:
-            database[collection].delete_many({"_id": {"$ne": SCHEMA}})
-        database[RUN].replace_one({"_id": SCHEMA}, new_schema(), upsert=True)
-        self._emptied.append(name)
-
-    def wait(self) -> None:
-        """Wait for all of it. Raises what went wrong."""
-        for left in self._left:
-            left.result(60)
-        self._pool.shutdown()
-
-
 @pytest.fixture(scope="session")
-def left_databases(mongo_uri: str) -> Iterator[LeftDatabases]:
-    """What drops or empties the databases of tests."""
-    client: MongoClient[dict[str, object]]
-    with MongoClient(mongo_uri) as client:
-        left = LeftDatabases(client)
-        yield left
-        left.wait()
-
-
-@pytest.fixture
-def drop_later(left_databases: LeftDatabases) -> Callable[[str], None]:
+def drop_later(mongo_uri: str) -> Iterator[Callable[[str], object]]:
     """Drop a database while tests go on: the server takes 0.1 s for it and hardly works."""
-    return left_databases.drop
+    client: MongoClient[dict[str, object]]
+    with MongoClient(mongo_uri) as client, ThreadPoolExecutor(1) as pool:
+        dropped: list[Future[None]] = []
+        yield lambda name: dropped.append(pool.submit(client.drop_database, name))
+        for future in dropped:
+            future.result(60)
 
 
 @pytest.fixture(scope="session")
@@ -237,13 +182,10 @@ def starts_warm(warm_python: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def run_config(mongo_uri: str, tmp_path: Path, request: pytest.FixtureRequest) -> RunConfig:
-    """A run with a database, an output folder and logs of its own; the database exists beside ``store``."""
-    name = None
-    if "store" in request.fixturenames:
-        name = request.getfixturevalue("left_databases").take()
+def run_config(mongo_uri: str, tmp_path: Path) -> RunConfig:
+    """A run with a database name, an output folder and logs of its own."""
     return RunConfig(
-        run_name=name or f"test_{uuid.uuid4().hex[:12]}",
+        run_name=f"test_{uuid.uuid4().hex[:12]}",
         db_connection_string=mongo_uri,
         output_dir=str(tmp_path / "output"),
         log_dir=str(tmp_path / "logs"),
@@ -251,9 +193,8 @@ def run_config(mongo_uri: str, tmp_path: Path, request: pytest.FixtureRequest) -
 
 
 @pytest.fixture
-async def store(run_config: RunConfig, left_databases: LeftDatabases) -> AsyncIterator[Store]:
-    """The run's store; its database is emptied afterwards."""
+async def store(run_config: RunConfig, drop_later: Callable[[str], object]) -> AsyncIterator[Store]:
+    """The run's store; its database is dropped afterwards."""
     async with await open_store(run_config) as opened:
-        collections = await asyncio.to_thread(left_databases.collections, run_config.run_name)
         yield opened
-    left_databases.empty(run_config.run_name, collections)
+    drop_later(run_config.run_name)
