@@ -19,7 +19,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import flex_attention as torch_flex
@@ -27,7 +27,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from agentrl.distributed.mesh import Layout, Mesh
 from agentrl.distributed.parallel_model import ParallelModel, parallelize
 from agentrl.losses.settings import LossSettings
-from agentrl.model import attention
+from agentrl.model import attention, norms
 from agentrl.model.flops import Precision, Stopwatch
 from agentrl.model.load import allocate
 from agentrl.train import step as trainer_step
@@ -178,14 +178,18 @@ def _eager_flex() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _real_meshes() -> Iterator[None]:
-    """Let device meshes read the values of the tensors that they make."""
-    build = DeviceMesh.__init__
+    """Let device meshes, and whoever tries a norm, read the values of the tensors that they make."""
+    build, is_plain = DeviceMesh.__init__, norms._is_plain
 
     def built(*args: Any, **kwargs: Any) -> None:
         with unset_fake_temporarily():
             build(*args, **kwargs)
 
-    with mock.patch.object(DeviceMesh, "__init__", built):
+    def tried(module: nn.Module) -> bool:
+        with unset_fake_temporarily():
+            return is_plain(module)
+
+    with mock.patch.object(DeviceMesh, "__init__", built), mock.patch.object(norms, "_is_plain", tried):
         yield
 
 
