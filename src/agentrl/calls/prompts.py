@@ -105,19 +105,30 @@ class Conversation:
         rendered.
         """
         if self._prompt is None:
-            if self._chain is not None:
-                # Raise where ``prompt_of`` renders anew: a template that cannot extend an agent's own
-                # messages is a mistake in the settings, and a branch for each turn would hide it.
-                self._prompt = extended(self._format, self._chain, self.unseen, self.tools)
-            if self._prompt is None:
-                self._prompt = rendered(self._format, self.messages, self.tools)
+            self._prompt = self._made(self._chain, self.messages, self._answered)
         return self._prompt
 
     async def render(self) -> None:
         """Make the prompt, in a thread if it has much new text: other trajectories go on meanwhile."""
-        size = sum(len(text_of(message.get("content"))) for message in self.unseen)
-        if self._prompt is None and size > LARGE_TEXT:
-            await asyncio.to_thread(lambda: self.prompt)
+        while self._prompt is None and self._is_large:
+            state = self._chain, list(self.messages), self._answered
+            made = await asyncio.to_thread(self._made, *state)
+            # Compare: messages may have come meanwhile. Nor may a thread whose caller was cancelled store it.
+            if self._prompt is None and state == (self._chain, self.messages, self._answered):
+                self._prompt = made
+
+    @property
+    def _is_large(self) -> bool:
+        return sum(len(text_of(message.get("content"))) for message in self.unseen) > LARGE_TEXT
+
+    def _made(self, chain: Chain | None, messages: Sequence[Message], answered: int) -> Prompt:
+        """Return the prompt of ``messages``, of which ``chain`` ends with the first ``answered``."""
+        prompt = None
+        if chain is not None:
+            # Raise where ``prompt_of`` renders anew: a template that cannot extend an agent's own
+            # messages is a mistake in the settings, and a branch for each turn would hide it.
+            prompt = extended(self._format, chain, list(messages[answered:]), self.tools)
+        return rendered(self._format, messages, self.tools) if prompt is None else prompt
 
     @property
     def starts_branch(self) -> bool:

@@ -690,7 +690,8 @@ class TemplateRenderer(Renderer):
         """Return a conversation; a prompt that was rendered before costs nothing."""
         key = self._key(messages, tools) if add_generation_prompt else None
         # Take it out and put it back: the prompt that was not used for longest is then the first to go.
-        ids = None if key is None else self._prompts.pop(key, None)
+        with self._keeping:
+            ids = None if key is None else self._prompts.pop(key, None)
         if ids is None:
             ids = self.tokens.encode(
                 self.template.render(

@@ -89,9 +89,9 @@ def _written(value: object) -> dict[str, Any]:
 def _getter(cls: Any) -> tuple[list[str], Callable[[Any], Iterable[Any]]]:
     """Return the stored names of the fields, and what returns their values."""
     names, stored = [name for name, _, _ in _fields(cls)], [stored for _, stored, _ in _fields(cls)]
-    # Ask apart for a single field: of one name attrgetter returns the value, not a tuple.
-    if len(names) == 1:
-        return stored, lambda value: [getattr(value, names[0])]
+    # Ask apart for a single field and none: of one name attrgetter returns the value, not a tuple.
+    if len(names) < 2:
+        return stored, lambda value: [getattr(value, name) for name in names]
     return stored, attrgetter(*names)
 
 

@@ -509,7 +509,10 @@ class FileTasks(Sequence[Task]):
 
     def _read(self, order: int) -> Task:
         try:
-            return make_task(self._value(order), *self._task_arguments, order)
+            task = make_task(self._value(order), *self._task_arguments, order)
+            if (task.id, fingerprint(task)) != self.fingerprint(order):
+                raise BadTaskError(f"task {self._ids[self._file_indexes[order]][:80]!r} has another text")
+            return task
         except (BadTaskError, OSError) as error:
             raise TaskFileError(
                 f"the task file {self._source.path} changed while it was loaded: {error}",

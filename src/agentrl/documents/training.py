@@ -129,7 +129,8 @@ class Node(Document):
 
 
 # Leave it unfrozen: a frozen one takes twice as long to make, and training data have one for each model call.
-@dataclass(slots=True, kw_only=True)
+# Keep its hash: that of the data, which a loss may keep in a set, is made of it.
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class TrainableSpan(Document):
     """Trainable tokens ``[start, end)``, all of one model call, sampled under one policy version."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from types import MethodType
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
+
+logger = logging.getLogger(__name__)
 
 _EPSILONS = ("variance_epsilon", "eps")
 """What transformers' norms call the number that they add to the mean of squares."""
@@ -24,20 +27,20 @@ def fuse_norms(model: nn.Module) -> None:
     rounds once, after the weight. A CPU has no such kernel, and one of AMD's has returned wrong gradients
     (https://github.com/pytorch/pytorch/issues/190828): there a norm stays as it is.
 
-    A class of norms is tried on numbers, and left alone if it computes anything else, as Gemma's do.
+    Each norm is tried on numbers, and left alone if it computes anything else, as Gemma's do: norms of one
+    class may differ, as those of Gemma 4 with and without a weight do.
     """
-    known: dict[type[nn.Module], bool] = {}
     for module in model.modules():
-        kind = type(module)
-        if kind not in known:
-            known[kind] = _is_plain(module)
-        if known[kind]:
-            module.forward = MethodType(_fused(kind.forward, _epsilon(module)), module)
+        if _is_plain(module):
+            module.forward = MethodType(_fused(type(module).forward, _epsilon(module)), module)
 
 
 def is_fused(norm: nn.Module) -> bool:
     """Return whether ``norm`` runs the fused kernel on a GPU."""
-    return "forward" in vars(norm)
+    return hasattr(vars(norm).get("forward"), _MARK)
+
+
+_MARK = "runs_fused_kernel"
 
 
 def _fused(plain: Any, epsilon: float | None) -> Any:
@@ -49,6 +52,7 @@ def _fused(plain: Any, epsilon: float | None) -> Any:
             return result
         return F.rms_norm(hidden_states, weight.shape, weight, epsilon)
 
+    setattr(forward, _MARK, True)
     return forward
 
 
@@ -62,13 +66,23 @@ def _is_plain(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1:
         return False
+    if "forward" in vars(module):  # another library's, which calls its own
+        return False
     if len(inspect.signature(module.forward).parameters) != 1:  # a gated norm takes a gate
         return False
     epsilon = _epsilon(module)
-    if len(list(module.parameters())) != 1 or not isinstance(epsilon, float):
+    if [name for name, _ in module.named_parameters()] != ["weight"] or not isinstance(epsilon, float):
         return False
     tried = torch.linspace(0.5, 2.0, weight.numel(), device="cpu")
     hidden = torch.linspace(-1.0, 1.0, 2 * weight.numel(), device="cpu").view(2, -1) ** 3
     expected = F.rms_norm(hidden, weight.shape, tried, epsilon)
-    found = functional_call(module, {"weight": tried}, (hidden,))
-    return isinstance(found, Tensor) and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    try:
+        with torch.no_grad():
+            found = functional_call(module, {"weight": tried}, (hidden,))
+    except Exception as error:  # noqa: BLE001  a model's own code may want three dimensions, or a GPU
+        logger.debug("%s stays as it is: it cannot be tried: %s", type(module).__name__, error)
+        return False
+    return (
+        isinstance(found, Tensor) and found.shape == expected.shape
+        and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    )  # fmt: skip

@@ -385,9 +385,10 @@ def _differences(stored: Mapping[str, Any], task: Task) -> Iterator[str]:
 
 
 def _untouched(task_id: str) -> Json:
-    """Return a filter for the Task if no slot has ever been claimed."""
+    """Return a filter for the Task if no slot has ever been claimed, and none was withdrawn."""
     claimed = {"$elemMatch": {"$or": [{"attempt": {"$gt": 0}}, {"status": {"$ne": SlotStatus.OPEN.value}}]}}
-    return {"_id": task_id, "status": TaskStatus.CREATED.value, "slots": {"$not": claimed}}
+    whole = {"retracted": {"$not": {"$gt": 0}}}
+    return {"_id": task_id, "status": TaskStatus.CREATED.value, "slots": {"$not": claimed}, **whole}
 
 
 def _unbegun(task_id: str) -> Json:

@@ -433,12 +433,14 @@ def join_metrics(updates: Sequence[Mapping[str, Any]], first_pass: int) -> dict[
                    for update in updates]  # fmt: skip
         if name == "version_gap":  # it is of tokens of age 0 alone
             weights = [update.get("staleness_histogram", {}).get("0", 0.0) for update in updates]
-        found = [(update[name], weight) for update, weight in zip(updates, weights, strict=True)
-                 if name in update]  # fmt: skip
+        pairs = list(zip(updates, weights, strict=True))
+        found = [(update[name], weight) for update, weight in pairs if name in update]
+        # Count updates, not values: one of which nothing is computed has none.
+        first = [(update[name], weight) for update, weight in pairs[:first_pass] if name in update]
         if isinstance(value, Mapping):
-            joined[name] = _join_by_key(found[:first_pass], is_mean=name.endswith("_fractions"))
+            joined[name] = _join_by_key(first, is_mean=name.endswith("_fractions"))
         elif name in _COUNTED:
-            joined[name] = sum(number for number, _ in found[:first_pass])
+            joined[name] = sum(number for number, _ in first)
         elif name.startswith("seconds_"):
             joined[name] = sum(number for number, _ in found)
         elif name.endswith("_max"):
@@ -653,6 +655,10 @@ class PolicyTrainer:
                 left_out=left_out,
             )
         watch.lap("forward")
+        if any(item.images for item in left_out):  # their tower's gradient is 0 too, and its moments decay
+            for parameter in self.model.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         grad_norm = self.model.clip_gradients(self.max_grad_norm)
         # Judge by numbers that are equal on every rank: all of them step, or none does.
         is_finite = math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)

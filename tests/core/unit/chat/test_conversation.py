@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -298,3 +299,27 @@ async def test_much_new_text_is_rendered_beside_the_event_loop(
     assert conversation.prompt.ids == expected
     assert len(threads) == 1
     assert (threads[0] is threading.main_thread()) == (size == 10)
+
+
+async def test_a_prompt_that_a_thread_makes_has_the_messages_that_came_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if its caller was cancelled: the thread goes on, and what it makes is of no use any more."""
+    chat_format, conversation = start(PLAIN)
+    conversation.append_messages([{"role": "user", "content": "x" * (LARGE_TEXT + 1)}])
+    begun, may_end, render = threading.Event(), threading.Event(), ChatFormat.render
+
+    def slow(*arguments: Any) -> list[int]:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            assert may_end.wait(10)
+        return render(*arguments)
+
+    monkeypatch.setattr(ChatFormat, "render", slow)
+    rendering = [asyncio.create_task(conversation.render()) for _ in range(2)]
+    assert await asyncio.to_thread(begun.wait, 10)
+    rendering[0].cancel()
+    conversation.append_messages([{"role": "user", "content": "and 2+2?"}])
+    may_end.set()
+    await asyncio.wait(rendering)
+    assert conversation.prompt.ids == Conversation(chat_format, conversation.messages).prompt.ids

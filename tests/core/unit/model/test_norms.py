@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from agentrl.model import norms
-from agentrl.model.norms import fuse_norms
+from agentrl.model.norms import fuse_norms, is_fused
 
 
 class ShiftedRMSNorm(nn.Module):
@@ -44,6 +45,29 @@ def test_a_norm_is_fused_if_it_computes_what_the_kernel_does(kind: Any, is_fused
         empty = kind(24)
     fuse_norms(empty)
     assert ("forward" in vars(empty)) == is_fused
+
+
+class BatchedRMSNorm(ShiftedRMSNorm):
+    """Takes three dimensions alone, as a folder's own code may."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        batch, length, width = hidden_states.shape
+        return norms.F.rms_norm(hidden_states, (width,), self.weight, 1e-6).view(batch, length, width)
+
+
+def test_norms_of_one_class_may_differ_and_one_that_cannot_be_tried_or_is_patched_stays() -> None:
+    patched, calls = LlamaRMSNorm(24), []
+    own = patched.forward
+    patched.forward = lambda hidden: (calls.append(1), own(hidden))[1]  # type: ignore[assignment,func-returns-value]
+    model = nn.ModuleList([
+        Gemma4RMSNorm(24), Gemma4RMSNorm(24, with_scale=False), BatchedRMSNorm(24), patched,
+    ])  # fmt: skip
+    hidden = torch.randn(2, 3, 24)
+    expected = [norm(hidden) for norm in model]
+    fuse_norms(model)
+    assert [is_fused(norm) for norm in model] == [True, False, False, False]
+    assert all(torch.equal(norm(hidden), each) for norm, each in zip(model, expected, strict=True))
+    assert len(calls) == 2
 
 
 def test_a_norm_on_a_cpu_stays_as_it_is_and_its_copy_has_weights_of_its_own() -> None:

@@ -195,6 +195,8 @@ def test_trajectories_without_an_advantage_are_not_computed_and_train_as_if_they
         assert "computed_fraction" not in expected.metrics
         for name in ("loss", "grad_norm", "lr", "trainable_tokens", "trajectories", "updates"):
             assert found.metrics.get(name) == pytest.approx(expected.metrics.get(name), abs=1e-6), name
+        computed = fraction * found.metrics["trainable_tokens"]
+        assert sum(found.metrics.get("staleness_histogram", {}).values()) == computed  # once, of two passes
     assert found.metrics["grad_norm"] == 0.0
     assert "kl_k3" not in found.metrics
     assert found.metrics["micro_batches"] == 1
