@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from fake_gpu.memory_tracker import MemoryTracker
 
-_SOURCES = ("/agentrl/", "/transformers/")
+_SOURCES = ("/src/agentrl/", "/site-packages/transformers/")
+"""A clone may be called agentrl too, with its tests and its environment in it."""
 COLLECTIVES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::")
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm")
 _COPIES = ("aten::_to_copy", "aten::copy_")
@@ -232,8 +233,8 @@ def _caller() -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         for source in _SOURCES:
-            # A clone may be called agentrl too.
-            if source in name and "/plan/" not in name and "/tests/" not in name:
-                return f"{source[1:]}{name.rpartition(source)[2]} {frame.f_code.co_qualname}"
+            if source in name and "/plan/" not in name:
+                package = source.split("/")[-2]
+                return f"{package}/{name.rpartition(source)[2]} {frame.f_code.co_qualname}"
         frame = frame.f_back
     return "backward"
