@@ -93,6 +93,7 @@ def step_spec(model: str, kind: str, tokens: int, checkpointing: str) -> Any:
     return StepSpec(
         config=model_config(model, kind), precision=Precision(), max_tokens=tokens, chain_tokens=tokens // 2,
         trained_tokens=tokens // 2, micro_batches=2, checkpointing=checkpointing, on_gpu=False,
+        fused_norms=False,
     )  # fmt: skip
 
 

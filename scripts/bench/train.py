@@ -161,7 +161,7 @@ def _against_trl(bench: Bench, name: str, model: str, group: Group) -> list[Row]
     theirs = bench.child(f"trl {name}", way="trl", rows=group.trajectories, **common)
     tokens = sum(item.tokens for item in group.data(1000))
     rows = []
-    for way, target in zip(("trajectory", "group"), _FASTER.get(name, (None, None)), strict=True):
+    for way, target in zip(("trajectory", "group"), _FASTER[name], strict=True):
         ours = bench.child(f"trl {name} {way}", way=way, max_tokens=65536, **common)
         rows += [
             Row(

@@ -50,6 +50,8 @@ class StepSpec(memory.StepSpec):
     """Tokens of each trajectory in a micro-batch; the last one is shorter."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    on_gpu: bool = True
+    """Plan AdamW's kernel for a GPU; otherwise for a CPU."""
 
     def forest(self) -> TokenForest:
         """Return a full micro-batch: chains whose last tokens are trainable."""

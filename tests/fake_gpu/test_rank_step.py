@@ -24,7 +24,13 @@ def spec(kind: str = "qwen3", **changes: Any) -> StepSpec:
     """One micro-batch of 128 tokens in two chains."""
     config = tiny_model(kind, vocab_size=64).config
     plain = StepSpec(
-        config=config, precision=Precision(), max_tokens=128, chain_tokens=64, trained_tokens=64, on_gpu=False
+        config=config,
+        precision=Precision(),
+        max_tokens=128,
+        chain_tokens=64,
+        trained_tokens=64,
+        on_gpu=False,
+        fused_norms=False,
     )
     return replace(plain, **changes)
 

@@ -7,7 +7,6 @@ agent's own conversation grows in place; that of a client, which sends it whole,
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from agentrl.base.concurrency import PROMPT_THREADS
 from agentrl.chat.chat_format import ChatFormat, Message, ToolSchemas
 from agentrl.config.schema import AgentConfig, SamplingConfig
 from agentrl.documents.images import ImageSpan, joined, text_of
@@ -112,7 +112,7 @@ class Conversation:
         """Make the prompt, in a thread if it has much new text: other trajectories go on meanwhile."""
         while self._prompt is None and self._is_large:
             state = self._chain, list(self.messages), self._answered
-            made = await asyncio.to_thread(self._made, *state)
+            made = await PROMPT_THREADS.run(self._made, *state)
             # Compare: messages may have come meanwhile. Nor may a thread whose caller was cancelled store it.
             if self._prompt is None and state == (self._chain, self.messages, self._answered):
                 self._prompt = made

@@ -115,7 +115,7 @@ class ParallelModel(nn.Module):
         and backward meanwhile, and ``watch`` gets their times.
         """
         # Keep those without trainable tokens if there are other ranks: their collectives wait for this one.
-        # Keep one of them if there are no others: the optimizer does not step without a gradient.
+        # If none has trainable tokens, run one: the optimizer skips parameters that have no gradient.
         if self.mesh.layout.world == 1:
             forests = [forest for forest in forests if forest.trainable_tokens] or forests[:1]
         for number, forest in enumerate(forests, 1):

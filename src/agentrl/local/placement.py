@@ -448,6 +448,8 @@ class Gpu:
     """Bandwidth of its memory, in GB/s."""
     link_gb_s: float
     """Bandwidth to another GPU of the same node, in one direction, in GB/s."""
+    fuses_norms: bool = True
+    """RMS norms run as one kernel on it (``agentrl.model.norms``)."""
 
 
 GPUS: dict[str, Gpu] = {
@@ -464,7 +466,10 @@ GPUS: dict[str, Gpu] = {
         Gpu(name="L4", memory_gib=22.0, tflops=121.0, memory_gb_s=300.0, link_gb_s=32.0),
         Gpu(name="A10G", memory_gib=22.0, tflops=70.0, memory_gb_s=600.0, link_gb_s=32.0),
         Gpu(name="4090", memory_gib=23.5, tflops=165.2, memory_gb_s=1008.0, link_gb_s=32.0),
-        Gpu(name="MI300X", memory_gib=191.0, tflops=1307.4, memory_gb_s=5300.0, link_gb_s=448.0),
+        Gpu(
+            name="MI300X", memory_gib=191.0, tflops=1307.4, memory_gb_s=5300.0, link_gb_s=448.0,
+            fuses_norms=False,
+        ),
     )
 }  # fmt: skip
 """By the name that ``--gpus`` takes. Figures without sparsity, from the vendors' data sheets."""

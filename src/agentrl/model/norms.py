@@ -73,7 +73,8 @@ def _is_plain(module: nn.Module) -> bool:
     epsilon = _epsilon(module)
     if [name for name, _ in module.named_parameters()] != ["weight"] or not isinstance(epsilon, float):
         return False
-    tried = torch.linspace(0.5, 2.0, weight.numel(), device="cpu")
+    # Let the result be large: a norm may clamp it.
+    tried = torch.linspace(0.5, 200.0, weight.numel(), device="cpu")
     hidden = torch.linspace(-1.0, 1.0, 2 * weight.numel(), device="cpu").view(2, -1) ** 3
     expected = F.rms_norm(hidden, weight.shape, tried, epsilon)
     try:

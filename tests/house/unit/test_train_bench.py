@@ -45,5 +45,5 @@ def test_unequal_work_fails_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> No
     common = {"cpu_seconds": 1.0, "seconds": 1.0, "peak_bytes": 1}
     bench = train.Bench(True, 1, {"tiny": "tiny"}, Path(), {})
     monkeypatch.setattr(train.Bench, "child", lambda *_, way, **__: {**common, "grad_norm": norms[way]})
-    rows = train._against_trl(bench, "tiny", "tiny", GROUP)
+    rows = train._against_trl(bench, "tiny, short outputs", "tiny", GROUP)
     assert [row.passed for row in rows if "gradient norm" in row.what] == [False, True]

@@ -25,9 +25,11 @@ from agentrl.distributed.mesh import Layout
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.local import local_cli
 from agentrl.local.placement import parse_gpus
-from agentrl.local.plan.memory import PlannedModel, open_model
+from agentrl.local.plan.memory import ModelNumbers, PlannedModel, measure_step, open_model
 from agentrl.local.plan.search import (
+    Candidate,
     PlannedServices,
+    Search,
     StepTime,
     Workload,
     build_workload,
@@ -289,6 +291,17 @@ def test_each_dimension_costs_what_it_exchanges(model: PlannedModel) -> None:
     assert seconds(model, Layout(tp=4)).exchange > 0
     assert seconds(model, Layout(pp=4)).bubble == pytest.approx(seconds(model, Layout(pp=4)).compute * 3 / 32)
     assert seconds(model, Layout(), "full").compute == pytest.approx(seconds(model, Layout()).compute * 4 / 3)
+
+
+def test_norms_of_an_amd_gpu_are_not_planned_as_one_kernel(model: PlannedModel) -> None:
+    peaks = []
+    for kind in ("H200", "MI300X"):
+        search = Search(model=model, work=WORK, cluster=parse_gpus(kind), configs=configs())
+        candidate = Candidate(
+            layout=Layout(), checkpointing="none", reduction="last", time=seconds(model, Layout())
+        )
+        peaks.append(measure_step(ModelNumbers.of(model.module), search.spec(candidate), Layout()).peak)
+    assert peaks[0] < 0.95 * peaks[1]
 
 
 def services(model: PlannedModel, step: float) -> PlannedServices:

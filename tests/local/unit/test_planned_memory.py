@@ -26,7 +26,7 @@ def spec(config: PretrainedConfig | None = None, **changes: Any) -> StepSpec:
     """Two micro-batches of 1024 tokens in two chains."""
     plain = StepSpec(
         config=config or Qwen3Config(**SIZES), precision=Precision(), max_tokens=1024, chain_tokens=512,
-        trained_tokens=512, micro_batches=2, on_gpu=False,
+        trained_tokens=512, micro_batches=2, on_gpu=False, fused_norms=False,
     )  # fmt: skip
     return replace(plain, **changes)
 
@@ -70,6 +70,7 @@ def test_what_each_flag_changes() -> None:
     last = spec(memory=MemoryConfig(gradient_reduction="last"))
     every = spec(memory=MemoryConfig(gradient_reduction="every"))
     assert part("gradients", last, shards) == pytest.approx(4 * part("gradients", every, shards), rel=0.01)
+    assert part("activations", spec(fused_norms=True)) < part("activations", plain)
     entropy = spec(options=ForwardOptions(entropy_gradient=True))
     assert part("logits and loss", entropy) > 1.5 * part("logits and loss", plain)
     assert part("reference model", spec(reference=1.0)) == part("parameters", plain)

@@ -237,7 +237,8 @@ class StepSpec:
     options: ForwardOptions = field(default_factory=ForwardOptions)
     reference: float = 0.0
     """Numbers in a reference model, as a multiple of the model's."""
-    on_gpu: bool = True
+    fused_norms: bool = True
+    """Norms run as one kernel: AMD's GPUs and CPUs run several."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,7 @@ class _Rank:
         self._shape, self._wide = model.shape, spec.precision.products.itemsize
         self._uses_fsdp = layout.uses_fsdp or spec.precision.policy is not None
         self._is_last = stage == layout.pp - 1
-        self._norms_once = spec.on_gpu and model.is_fused
+        self._norms_once = spec.fused_norms and model.is_fused
         self._layers = [model.layers[index].local(layout) for index in model.stages(layout)[stage]]
         has_embedding = stage == 0 or (self._is_last and not model.head.dense)
         ends = (model.embedding, has_embedding), (model.head, self._is_last)

@@ -486,6 +486,7 @@ class Search:
                 vocab_chunk_size=configs[MemoryConfig].loss_vocab_chunk_size or DEFAULT_VOCAB_CHUNK,
             ),
             reference=self.reference_parameters / self.model.parameters,
+            fused_norms=self.cluster.gpu.fuses_norms,
         )
 
     def _too_large(self, candidate: Candidate, needed: int) -> str:

@@ -30,11 +30,19 @@ class ShiftedRMSNorm(nn.Module):
         return norms.F.rms_norm(hidden_states, self.weight.shape, self.weight, 1e-6) + 1e-3
 
 
+class ClampedRMSNorm(ShiftedRMSNorm):
+    """Computes Llama's norm of what is small."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return norms.F.rms_norm(hidden_states, self.weight.shape, self.weight, 1e-6).clamp(-20.0, 20.0)
+
+
 @pytest.mark.parametrize(
     ("kind", "is_fused"),
     [
         (LlamaRMSNorm, True), (Qwen3RMSNorm, True), (Llama4TextRMSNorm, True), (Gemma3RMSNorm, False),
-        (Qwen3NextRMSNormGated, False), (ShiftedRMSNorm, False), (nn.RMSNorm, False), (nn.LayerNorm, False),
+        (Qwen3NextRMSNormGated, False), (ShiftedRMSNorm, False), (ClampedRMSNorm, False),
+        (nn.RMSNorm, False), (nn.LayerNorm, False),
     ],
 )  # fmt: skip
 def test_a_norm_is_fused_if_it_computes_what_the_kernel_does(kind: Any, is_fused: bool) -> None:
@@ -82,7 +90,8 @@ def test_a_norm_on_a_cpu_stays_as_it_is_and_its_copy_has_weights_of_its_own() ->
 
 
 @pytest.mark.parametrize("kind", [Qwen3RMSNorm, LlamaRMSNorm])
-def test_the_kernel_is_as_close_to_the_exact_norm_as_the_modules_own_forward(kind: Any) -> None:
+def test_torchs_norm_is_closer_to_the_exact_one_than_the_modules_own_forward(kind: Any) -> None:
+    """As on a GPU, it rounds once; a CPU has several kernels for it."""
     torch.manual_seed(0)
     norm, hidden = kind(256).bfloat16(), 3 * torch.randn(512, 256, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -105,7 +114,8 @@ def test_gradients_of_the_kernel_are_those_of_the_norm(rows: int, width: int, dt
     norm = Qwen3RMSNorm(width).to("cuda", dtype)
     fused = copy.deepcopy(norm)
     fuse_norms(fused)
-    hidden, gradient = (torch.randn(rows, width, dtype=dtype, device="cuda") for _ in range(2))
+    hidden = torch.randn(rows, width, dtype=dtype, device="cuda")
+    gradient = torch.randn(width, rows, dtype=dtype, device="cuda").T  # as behind the transpose of heads
     own, other = (hidden.clone().requires_grad_() for _ in range(2))
     norm(own).backward(gradient)
     fused(other).backward(gradient)
