@@ -25,7 +25,7 @@ done
 dist=${DIST:-dist}
 mkdir -p "$dist"
 dist=$(cd "$dist" && pwd)
-rm -f "$dist"/agentrl-*.whl "$dist"/agentrl-*.tar.gz
+rm -f "$dist"/agentrl_mongo-*.whl "$dist"/agentrl_mongo-*.tar.gz
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 python=${PYTHON:-python3}
@@ -34,16 +34,16 @@ printf 'release: building in %s\n' "$dist"
 step "$python" -m venv "$scratch/build"
 step "$scratch/build/bin/pip" --quiet --disable-pip-version-check install "build>=1.3,<2" "twine>=6,<7"
 step "$scratch/build/bin/python" -m build --outdir "$dist" .
-step "$scratch/build/bin/twine" check --strict "$dist"/agentrl-*
+step "$scratch/build/bin/twine" check --strict "$dist"/agentrl_mongo-*
 
 printf 'release: installing the wheel into an empty venv\n'
 step "$python" -m venv "$scratch/empty"
 if [ -n "$borrow" ]; then
   "$borrow/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
     > "$("$scratch/empty/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
-  step "$scratch/empty/bin/pip" --quiet --disable-pip-version-check install --no-deps "$dist"/agentrl-*.whl
+  step "$scratch/empty/bin/pip" --quiet --disable-pip-version-check install --no-deps "$dist"/agentrl_mongo-*.whl
 else
-  step "$scratch/empty/bin/pip" --quiet --disable-pip-version-check install "$(ls "$dist"/agentrl-*.whl)[quickstart]"
+  step "$scratch/empty/bin/pip" --quiet --disable-pip-version-check install "$(ls "$dist"/agentrl_mongo-*.whl)[quickstart]"
 fi
 
 mkdir "$scratch/elsewhere"
@@ -54,4 +54,4 @@ case "$("$scratch/empty/bin/python" -c 'import agentrl; print(agentrl.__file__)'
 esac
 printf 'release: agentrl quickstart --tiny --steps %s, of %s\n' "$steps" "$("$scratch/empty/bin/agentrl" --version)"
 step "$scratch/empty/bin/agentrl" quickstart --tiny --steps "$steps"
-printf 'release: done. To publish: twine upload %s/agentrl-*\n' "$dist"
+printf 'release: done. To publish: twine upload %s/agentrl_mongo-*\n' "$dist"

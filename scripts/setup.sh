@@ -50,7 +50,7 @@ other_clone() {
   "$venv/bin/python" - <<'PY' 2>/dev/null || true
 import json, pathlib, urllib.parse
 from importlib.metadata import distributions
-for found in distributions(name="agentrl"):
+for found in distributions(name="agentrl-mongo"):
     origin = json.loads(found.read_text("direct_url.json") or "{}")
     if origin.get("dir_info", {}).get("editable"):
         clone = pathlib.Path(urllib.parse.unquote(urllib.parse.urlsplit(origin["url"]).path))
@@ -128,7 +128,7 @@ compile=--no-compile
 install() {
   local quiet=--quiet
   [ ! -t 2 ] || quiet=
-  uv_install "$venv" $quiet $compile --reinstall-package agentrl "$@" || pip install $compile "$@"
+  uv_install "$venv" $quiet $compile --reinstall-package agentrl-mongo "$@" || pip install $compile "$@"
 }
 
 printf 'setup: installing into %s (a few minutes, once)\n' "$venv"

@@ -9,5 +9,5 @@ import pytest
 MISSING = [name for name in ("reasoning_gym", "textarena") if find_spec(name) is None]
 
 needs_packages = pytest.mark.skipif(
-    bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (pip install 'agentrl[environments]')"
+    bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (pip install -e '.[environments]')"
 )

@@ -114,7 +114,7 @@ if not TYPE_CHECKING:  # type checkers report an unknown name only without it
     def __getattr__(name: str) -> object:
         """Import a public name at its first use (PEP 562)."""
         if name == "__version__":
-            return importlib.import_module("importlib.metadata").version(__name__)
+            return importlib.import_module("importlib.metadata").version("agentrl-mongo")
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

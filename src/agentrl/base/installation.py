@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
@@ -29,6 +30,10 @@ _EXTRAS = {
     "torch": "trainer",
     "transformers": "trainer",
 }
+_FILES = {None: ("base", "dashboard", "sampler"), "quickstart": ("trainer", "mongo", "plots")}
+"""The files of requirements of the plain installation, and of the extra that has no file of its own name."""
+_GPUS = ("/dev/nvidiactl", "/dev/kfd")
+_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _SAMPLER = (
     "PIL", "fsspec", "httptools", "httpx2", "huggingface_hub", "jsonschema", "mcp", "opentelemetry",
     "referencing", "renderers", "tokenizers", "websockets", "xxhash", "zstandard",
@@ -43,8 +48,23 @@ def missing(module: str, what: str) -> ConfigError | None:
         return None
     return ConfigError(
         f"{what} needs the package {name.replace('_', '-')}, which is not installed",
-        hint=f"pip install 'agentrl[{_EXTRAS[name]}]'" if name in _EXTRAS else "pip install agentrl",
+        hint=how_to_install(_EXTRAS.get(name)),
     )
+
+
+def how_to_install(extra: str | None = None) -> str:
+    """Return the command that installs what ``extra`` brings; None: what the plain installation has.
+
+    It names shipped files, so that it works before AgentRL is on an index, where ``agentrl`` is another
+    project's name. Without a GPU it takes torch for CPUs: a local version, as ``+cpu``, sorts above its own.
+    """
+    root = clone()
+    folder = (root if root is not None else shipped_files()) / "requirements"
+    names = _FILES.get(extra, (extra,))
+    words = [word for name in names for word in ("-r", str(folder / f"{name}.txt"))]
+    if "trainer" in names and not any(Path(device).exists() for device in _GPUS):
+        words = ["--extra-index-url", _CPU_INDEX, *words]
+    return shlex.join(["pip", "install", *words])
 
 
 def require(module: str, what: str, extra: str | None = None) -> None:
@@ -54,7 +74,7 @@ def require(module: str, what: str, extra: str | None = None) -> None:
     """
     error = missing(module, what)
     if error is not None and importlib.util.find_spec(module) is None:
-        raise error if extra is None else ConfigError(error.message, hint=f"pip install 'agentrl[{extra}]'")
+        raise error if extra is None else ConfigError(error.message, hint=how_to_install(extra))
 
 
 _PACKAGE = Path(__file__).resolve().parents[1]

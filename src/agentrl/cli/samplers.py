@@ -50,6 +50,7 @@ def main(argv: list[str]) -> int:
         configs = parse(
             argv,
             command="agentrl samplers",
+            needs_run=True,
             description="Lists the samplers of a run: name, host, process id, state, claims, start."
             " `agentrl samplers drain NAME …` lets some of them end.",
             shown=[RunConfig],
@@ -65,6 +66,7 @@ def main(argv: list[str]) -> int:
     configs = parse(
         argv[len(words) :],
         command="agentrl samplers drain NAME …",
+        needs_run=True,
         description="Asks samplers to drain: they let running calls end, release what they hold, and end."
         " NAME is a sampler's name or its beginning, the name of a host, or a pattern such as 'node7-*'.",
         shown=[RunConfig],

@@ -55,6 +55,7 @@ def serve(argv: list[str]) -> int:
     configs = parse(
         argv,
         command="agentrl serve",
+        needs_run=True,
         description="Runs one inference engine that follows the weights that the trainer publishes.",
         shown=[RunConfig, ModelConfig, EngineConfig, AdapterConfig],
     )
@@ -71,6 +72,7 @@ def sample(argv: list[str]) -> int:
     configs = parse(
         argv,
         command="agentrl sample",
+        needs_run=True,
         description="Claims tasks of the run, runs and scores their trajectories, finalizes groups.",
         shown=[
             RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig, ToolConfig, ContainerConfig,
@@ -89,6 +91,7 @@ def gateway(argv: list[str]) -> int:
     configs = parse(
         argv,
         command="agentrl gateway",
+        needs_run=True,
         description="Serves model APIs for the trajectories of samplers that name it by --gateway_url.",
         shown=[
             RunConfig, ModelConfig, GatewayConfig, AgentConfig, SamplingConfig, EngineListConfig, TraceConfig,
@@ -113,6 +116,7 @@ def score(argv: list[str]) -> int:
     configs = parse(
         argv,
         command="agentrl score",
+        needs_run=True,
         description="Scores trajectories that are sampled and wait for a score: their scorer failed, a judge"
         " was down, or their sampler ended.",
         shown=[RunConfig, SamplingConfig, ClaimConfig, TraceConfig],
@@ -144,6 +148,7 @@ def teach(argv: list[str]) -> int:
     configs = parse(
         argv,
         command="agentrl teach",
+        needs_run=True,
         description="Asks a teacher for the logprobs of sampled tokens, for groups that wait for the column"
         " teacher (--columns teacher); or computes the policy's own, with --self (--columns"
         " version_logprobs).",
@@ -176,6 +181,7 @@ def train(argv: list[str]) -> int:
     configs = parse(
         argv,
         command="agentrl train",
+        needs_run=True,
         description="Train on sampled groups, publish the weights, save checkpoints; resume after a restart.",
         shown=(
             RunConfig, ModelConfig, TaskConfig, SamplingConfig, ClaimConfig, LossConfig, OptimConfig,
@@ -241,6 +247,7 @@ def evaluate(argv: list[str]) -> int:
     configs = parse(
         ["--num_generations", "1", *argv],
         command="agentrl eval",
+        needs_run=True,
         description="Samples --eval_file with one policy, --eval_samples trajectories per task (1 by"
         " default), and prints score, pass@k, intervals, turns, tokens and failures. `agentrl eval compare A"
         " B` compares two evaluations, `agentrl eval report` lists those of a run.",
@@ -290,6 +297,7 @@ def _report(argv: list[str]) -> int:
     configs: Configs = parse(
         argv,
         command="agentrl eval report",
+        needs_run=True,
         description="Lists the evaluations of a run, oldest first.",
         shown=[RunConfig],
         extra=[JsonFlags, ReportFlags],

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from agentrl import __version__
 from agentrl.config.flags import require
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
@@ -30,7 +31,7 @@ from agentrl.documents.sampling import COLDEST, SamplingParams
 AgreedSettings = dict[str, dict[str, Any]]
 """Concern → setting → value."""
 
-_PACKAGES = ("agentrl", "torch", "transformers", "accelerate", "peft", "tokenizers", "pymongo", "mcp")
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "tokenizers", "pymongo", "mcp")
 _SAMPLED = ("tool_call_parser", "agent_name", "system_prompt", "query_prompt", "new_context")
 _ARCHITECTURE = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -94,7 +95,7 @@ def public_flags(configs: Configs) -> dict[str, Any]:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that results depend on."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "agentrl": __version__}
     for name in _PACKAGES:
         try:
             found[name] = metadata.version(name)

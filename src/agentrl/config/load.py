@@ -80,12 +80,14 @@ def parse(
     shown: Sequence[type],
     extra: Sequence[type] = (),
     validate: Callable[[Configs], None] | None = None,
+    needs_run: bool = False,
 ) -> Configs:
     """Parse ``argv`` into every group of the schema and ``extra`` (groups of this command alone).
 
     ``--config FILE.yaml`` supplies values under the same names, flat or in sections; flags win. ``--help``
     lists the groups ``shown`` and ``extra``. ``validate`` checks the values against each other. A flag that
-    has no effect logs a warning. Raises ConfigError on unknown flags or keys and on invalid values.
+    has no effect logs a warning. Raises ConfigError on unknown flags or keys, on invalid values, and without
+    a ``--run_name`` if the command ``needs_run``: a default would mix the trajectories of different models.
     """
     parser = _parser(command, description, shown, extra)
     end_if_collected(parser, command)
@@ -104,6 +106,11 @@ def parse(
         given = {**flags_of(file, file.content or {}, groups), **flags}
     given = derive_flags(given)
     configs = Configs.of(groups, given, given)
+    if needs_run and "run_name" not in given:
+        raise ConfigError(
+            f"{command} needs --run_name, the name of the run",
+            hint="a new name begins a run; agentrl runs lists those that there are",
+        )
     _warn_of_ignored(configs)
     if validate is not None:
         validate(configs)

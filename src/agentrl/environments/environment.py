@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from agentrl.base.atomic_folder import scratch_folder
 from agentrl.base.concurrency import ENVIRONMENT_THREADS
+from agentrl.base.installation import how_to_install
 from agentrl.base.process_pool import run_in_process
 from agentrl.base.registry import Registry
 from agentrl.base.untrusted_folder import discard
@@ -302,7 +303,7 @@ def require_package(module: str, environment: str) -> None:
     if importlib.util.find_spec(module) is None:
         raise ConfigError(
             f"environment {environment} needs the package {module.replace('_', '-')}",
-            hint="pip install 'agentrl[environments]'",
+            hint=how_to_install("environments"),
         )
 
 
@@ -314,7 +315,7 @@ def import_package(module: str, environment: str) -> Any:
     except Exception as error:
         raise ConfigError(
             f"environment {environment} cannot import {module}: {type(error).__name__}: {error}",
-            hint="pip install --upgrade 'agentrl[environments]'",
+            hint=how_to_install("environments").replace("install", "install --upgrade", 1),
         ) from error
 
 

@@ -763,11 +763,12 @@ async def serve(configs: Configs) -> None:
 
 async def _serve(store: Store, configs: Configs) -> None:
     from agentrl.config.agreement import engine_settings
-    from agentrl.observe.begin_run import begin_model, begin_run
+    from agentrl.observe.begin_run import begin_model, begin_run, check_base
 
     run, model, config = configs[RunConfig], configs[ModelConfig], configs[EngineConfig]
     await begin_run(store, configs, "serve", engine_settings(configs))
     await begin_model(store, model.model_name_or_path, "serve")
+    await check_base(store, model.model_name_or_path)
     copy = LocalCopy(await weights_dir(store, config.weights_dir))
     version, folder, first = await starting_weights(store, model, copy)
     lora, stored = configs[AdapterConfig], (await store.settings.all()).get("adapter")

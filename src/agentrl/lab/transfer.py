@@ -36,6 +36,7 @@ from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from agentrl.base.atomic_folder import atomic_folder
+from agentrl.base.installation import how_to_install
 from agentrl.base.processes import has_ended, identify, is_observable
 from agentrl.base.user_code import code_of_flags
 from agentrl.base.validation import Count, PositiveWhole, SettingsModel, broken, check, wrong
@@ -602,7 +603,7 @@ def require_pyarrow() -> None:
         import pyarrow.parquet  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "Parquet needs pyarrow, which is not installed", hint='pip install "agentrl[parquet]"'
+            "Parquet needs pyarrow, which is not installed", hint=how_to_install("parquet")
         ) from error
 
 

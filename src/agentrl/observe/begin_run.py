@@ -106,6 +106,19 @@ async def begin_files(store: Store, model: ModelConfig) -> None:
     await store.settings.begin("files", agreed, "train")
 
 
+async def check_base(store: Store, folder: str | None) -> None:
+    """Raise ConfigError if the run has begun from other files than ``folder`` has: they would not be served.
+
+    The trainer stores them. Before it has, a run may begin from any model of its shape.
+    """
+    from agentrl.weights.folder import read_files
+
+    stored = (await store.settings.all()).get("files")
+    if folder is not None and stored is not None and "base" in stored.values:
+        files = await asyncio.to_thread(read_files, Path(folder))
+        await store.settings.check("files", _listed("base", files))
+
+
 def _listed(model: str, files: Mapping[str, str]) -> dict[str, Any]:
     """Return the SHA-256 of each file of a model as a setting, and the list of files as another."""
     return {model: sorted(files), **{f"{model}/{name}": digest for name, digest in files.items()}}

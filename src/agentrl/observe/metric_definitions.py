@@ -122,7 +122,7 @@ a rule of thumb.
 _TRACKERS = """
 ## Trackers
 
-`pip install "agentrl[trackers]"` installs all of them, about a gigabyte; each alone is enough. Without a key or an
+`pip install -e '.[trackers]'` installs all of them, about a gigabyte; each alone is enough. Without a key or an
 address they write below `--output_dir`, and reach no network:
 
 | tracker | writes | goes online with | read it |

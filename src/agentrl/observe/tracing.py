@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from agentrl.base.installation import how_to_install
 from agentrl.base.spans import Tracer, use_tracer
 from agentrl.config.load import Configs
 from agentrl.config.schema import ModelConfig, RunConfig, TraceConfig
@@ -46,7 +47,7 @@ def tracing(configs: Configs, role: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"--trace needs OpenTelemetry, which is not installed ({error})",
-            hint="pip install 'agentrl[tracing]', or pip install -r requirements/tracing.txt",
+            hint=how_to_install("tracing"),
         ) from error
     resource = {
         "service.name": f"agentrl-{role}",

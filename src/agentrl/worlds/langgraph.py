@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from agentrl.base.concurrency import GRAPH_THREADS, end_tasks, own_code
+from agentrl.base.installation import how_to_install
 from agentrl.base.user_code import describe
 from agentrl.calls.trajectory_calls import MakeProgress
 from agentrl.calls.turns import Turn, with_text_arguments
@@ -46,7 +47,7 @@ try:
     from langchain_core.utils.function_calling import convert_to_openai_tool
     from langgraph.errors import GraphRecursionError
 except ModuleNotFoundError as error:
-    raise ConfigError(f"{error.name} is not installed", hint="pip install 'agentrl[langgraph]'") from error
+    raise ConfigError(f"{error.name} is not installed", hint=how_to_install("langgraph")) from error
 
 __path__: list[str] = []
 """This file has the names of ``agentrl.rollout.langgraph.agent_graph`` too, which files of users import."""

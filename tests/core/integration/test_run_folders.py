@@ -16,6 +16,8 @@ from tiny_policy import write_tiny_policy
 
 from agentrl.base.folder_owner import OWNER_FILE
 from agentrl.documents.status import StepStatus
+from agentrl.errors import ConfigError
+from agentrl.observe.begin_run import check_base
 
 pytestmark = pytest.mark.integration
 
@@ -110,6 +112,9 @@ async def test_a_base_whose_bytes_changed_is_refused_at_every_start(run: StoredR
         assert "was begun with other settings" in said
         assert f"base/{file} is" in said if content is not None else "the model's base is" in said
         assert await statuses(run) == [StepStatus.COMMITTED] * 2
+        async with await run.open() as store:
+            with pytest.raises(ConfigError, match="was begun with other settings"):  # an engine's start
+                await check_base(store, str(run.base))
     finally:
         path.unlink() if content is None else path.write_bytes(content)
 

@@ -61,7 +61,7 @@ def calculate_first(answers: Mapping[str, str]) -> Callable[[str], str]:
 async def test_the_langgraph_example_samples_and_trains_two_steps(
     store: Store, run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("langgraph", reason="not installed: langgraph (pip install 'agentrl[langgraph]')")
+    pytest.importorskip("langgraph", reason="not installed: langgraph (pip install -e '.[langgraph]')")
     monkeypatch.syspath_prepend(str(EXAMPLES / "langgraph_math"))
     monkeypatch.chdir(EXAMPLES.parents[1])
     flags = [

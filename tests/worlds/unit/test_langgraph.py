@@ -15,7 +15,7 @@ from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import agent
 from agentrl.rollout.rollout import Rollout, current_rollout
 
-pytest.importorskip("langgraph", reason="not installed: langgraph (pip install 'agentrl[langgraph]')")
+pytest.importorskip("langgraph", reason="not installed: langgraph (pip install -e '.[langgraph]')")
 
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, RemoveMessage
 from langchain_core.runnables import RunnableConfig

@@ -36,7 +36,7 @@ def test_what_this_wing_adds_is_found_by_name(registry: Registry[Any], names: st
 
 
 def test_the_runners_of_graphs_are_found_by_name() -> None:
-    pytest.importorskip("langgraph", reason="not installed: langgraph (pip install 'agentrl[langgraph]')")
+    pytest.importorskip("langgraph", reason="not installed: langgraph (pip install -e '.[langgraph]')")
     assert GRAPH_RUNNERS.names() == ["agent_graph", "langgraph"]
 
 

@@ -100,7 +100,7 @@ def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         read_task_source("env:reasoning_gym?families=gcd")
-    assert "pip install 'agentrl[environments]'" in str(caught.value)
+    assert "requirements/environments.txt" in str(caught.value)
 
 
 def entry(family: str, metadata: dict[str, Any], answer: str, right: str) -> ScorerContext:

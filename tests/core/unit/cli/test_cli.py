@@ -145,3 +145,16 @@ def test_a_reader_that_stops_early_sees_no_traceback() -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert (process.stderr.read(), process.wait(60)) == (b"", 141)
+
+
+NAMED = (
+    "launch", "serve", "sample", "gateway", "score", "teach --self", "train", "eval", "eval report", "samplers",
+    "samplers drain a",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [each for each in NAMED if each.split()[0] in HERE])
+def test_no_run_begins_or_is_joined_without_a_name(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A default name would mix a demonstration's trajectories with those of the next model."""
+    assert cli.main(words.split()) == 2
+    assert "needs --run_name, the name of the run" in capsys.readouterr().err

@@ -292,7 +292,7 @@ async def test_without_pyarrow_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(ConfigError) as caught:
         await agentrl_db(run_config, "export", str(tmp_path / "dataset"), "--hf")
-    assert "agentrl[parquet]" in str(caught.value.hint)
+    assert "requirements/parquet.txt" in str(caught.value.hint)
     assert not (tmp_path / "dataset").exists()
 
 

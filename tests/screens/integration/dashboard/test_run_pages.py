@@ -169,7 +169,7 @@ async def test_the_curves_are_downloaded(
     assert (row["step"], row["reward"], row["kl_k3"]) == ("1", "0.5", "0.7")
     assert "staleness_histogram" not in row
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    assert "agentrl[parquet]" in await page(client, f"{at}/curves.parquet", 501)
+    assert "requirements/parquet.txt" in await page(client, f"{at}/curves.parquet", 501)
 
 
 BAD_ADDRESSES = [
