@@ -148,8 +148,8 @@ def test_a_reader_that_stops_early_sees_no_traceback() -> None:
 
 
 NAMED = (
-    "launch", "serve", "sample", "gateway", "score", "teach --self", "train", "eval", "eval report", "samplers",
-    "samplers drain a",
+    "launch", "serve", "sample", "gateway", "score", "teach --self", "train", "eval", "eval report",
+    "samplers", "samplers drain a",
 )  # fmt: skip
 
 
