@@ -2,8 +2,8 @@
 
 This module is the public API. Decorators register what you write yourself: ``agent``, ``scorer``, ``tool``,
 ``environment``, ``loss``, ``advantage``, ``context_manager``, ``group_filter``, ``tool_call_parser`` and
-``tracker``; the classes are what such functions take, return and raise. ``Store.open("run")`` reads a run
-from a notebook.
+``tracker``; the classes are what such functions take, return and raise. ``run(tasks=…, steps=…)`` starts
+training from a notebook, ``Store.open("run")`` reads any run there.
 assets/examples has a short example of each, and docs/your_own explains them.
 
 Each name is imported at first use, so ``import agentrl`` is fast and imports no torch.
@@ -39,6 +39,26 @@ if TYPE_CHECKING:
     from agentrl.scoring.scorers import ScoredCall, ScorerContext, ScoreResult, scorer
     from agentrl.tools.python import tool, tool_state
 
+    class StartedRun(Protocol):
+        """What type checkers see of ``local.started_run.StartedRun``."""
+
+        name: str
+
+        @property
+        def is_running(self) -> bool: ...
+        @property
+        def store(self) -> Store: ...
+        def wait(self, seconds: float | None = None) -> StartedRun: ...
+        def stop(self) -> None: ...
+        def steps(self) -> Any: ...
+        def trajectories(self, **where: Any) -> Any: ...
+        def evaluate(self, tasks: Any, *, samples: int = 1, version: int | None = None) -> Any: ...
+
+    def run(
+        *, tasks: Any, steps: int, model: Any = None, scorer: Any = None, tools: Any = (),
+        name: str | None = None, recipe: str = "grpo", **flags: Any,
+    ) -> StartedRun: ...  # fmt: skip
+
     class Store(Protocol):
         """What type checkers see of ``screens.notebook.Store``: even for types, the core imports no wing."""
 
@@ -56,6 +76,7 @@ if TYPE_CHECKING:
         def steps(self, *, status: str | None = None) -> list[Any]: ...
         def tasks(self, *, split: str | None = None) -> list[Any]: ...
         def groups(self, *, split: str | None = None) -> list[Any]: ...
+        def evaluations(self) -> list[Any]: ...
         def close(self) -> None: ...
         def __enter__(self) -> Self: ...
         def __exit__(self, *error: object) -> None: ...
@@ -64,9 +85,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Environment", "FixedModel", "LossSettings", "Message", "Observation", "OutageError", "Outcome",
     "ParsedMessage", "Role", "Rollout", "ScoreResult", "ScoredCall", "ScoredGroup", "ScorerContext",
-    "ServerFullError", "SessionLostError", "StopReason", "Store", "TaskRequest", "TokenBatch",
+    "ServerFullError", "SessionLostError", "StartedRun", "StopReason", "Store", "TaskRequest", "TokenBatch",
     "TokenLosses", "ToolCall", "Turn", "advantage", "agent", "context_manager", "convert_arguments",
-    "environment", "group_filter", "loss", "scorer", "tool", "tool_call_parser", "tool_state", "tracker",
+    "environment", "group_filter", "loss", "run", "scorer", "tool", "tool_call_parser", "tool_state",
+    "tracker",
 ]  # fmt: skip
 
 _MODULES = {
@@ -86,6 +108,7 @@ _MODULES = {
     "ScorerContext": "scoring.scorers",
     "ServerFullError": "errors",
     "SessionLostError": "errors",
+    "StartedRun": "local.started_run",
     "StopReason": "documents.status",
     "Store": "screens.notebook",
     "TaskRequest": "environments.environment",
@@ -100,6 +123,7 @@ _MODULES = {
     "environment": "environments.environment",
     "group_filter": "scoring.groups",
     "loss": "losses.loss",
+    "run": "local.started_run",
     "scorer": "scoring.scorers",
     "tool": "tools.python",
     "tool_call_parser": "chat.parsers.parser",

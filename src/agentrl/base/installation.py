@@ -23,6 +23,7 @@ _EXTRAS = {
     "gguf": "trainer",
     "math_verify": "math",
     "matplotlib": "plots",
+    "pandas": "notebook",
     "peft": "trainer",
     "pyarrow": "parquet",
     "s3fs": "buckets",

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from agentrl.base.batches import batches
 from agentrl.config.schema import RunConfig
 from agentrl.documents.model_call import DispatchedSamplingTask, conversation, unpack_floats, unpack_ids
+from agentrl.documents.run import Evaluation
 from agentrl.documents.status import StepStatus
 from agentrl.screens.views.pipelines import GroupRow, StepRow, TaskRow, TrajectoryRow
 from agentrl.screens.views.read import NO_VERSION, Views, token_versions
@@ -110,6 +111,10 @@ class Store:
     def groups(self, *, split: str | None = None) -> list[GroupRow]:
         """Return every Task of every epoch with the scores of its trajectories."""
         return self._loop.run(self._views.groups(split=split))
+
+    def evaluations(self) -> list[Evaluation]:
+        """Return the run's evaluations, oldest first; ``total`` has the results of a finished one."""
+        return self._loop.run(self._store.evaluations.all())
 
     def close(self) -> None:
         """Close the connection; calling it again does nothing."""

@@ -1,0 +1,352 @@
+"""Train from Python: ``agentrl.run`` starts a recipe's processes and returns a handle.
+
+The processes are those of ``agentrl launch train``; what it starts in a terminal, this starts from Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from agentrl.base.atomic_folder import replace_file
+from agentrl.base.installation import require, shipped_files
+from agentrl.base.processes import signal_session, start_child, stop_child, tail
+from agentrl.base.validation import read_settings
+from agentrl.config.flags import flag_words
+from agentrl.config.load import Configs, parse
+from agentrl.config.schema import RunConfig
+from agentrl.documents.status import StepStatus
+from agentrl.errors import AgentRLError, ConfigError, RunMissingError, StoreUnavailableError
+from agentrl.local.launch import agentrl_command, demo_model
+from agentrl.local.mongod import EmbeddedMongo
+from agentrl.screens.notebook import Store
+
+if TYPE_CHECKING:
+    import pandas
+
+FOLDER = Path(".agentrl/started")
+"""Has a folder for each run: the tasks and functions that were given, and what its processes print."""
+_POLL_SECONDS = 1.0
+_STOP_SECONDS = 600.0
+"""How long ``stop`` waits: a trainer finishes its step and saves."""
+_EVALUATION_SECONDS = 24 * 3600.0
+_LINES = 12
+"""Last lines of the log in an error."""
+
+Tasks = str | Path | Iterable[Mapping[str, Any]]
+Function = Callable[..., Any]
+
+
+def run(
+    *,
+    tasks: Tasks,
+    steps: int,
+    model: str | Path | None = None,
+    scorer: str | Function | None = None,
+    tools: Sequence[str | Function] = (),
+    name: str | None = None,
+    recipe: str = "grpo",
+    **flags: Any,
+) -> StartedRun:
+    """Start training ``steps`` optimizer steps in processes of their own, and return at once.
+
+    ``tasks`` are a task file or rows of one: mappings with ``query`` and ``answer``; a row without ``id``
+    gets its number, one without ``scorer`` the given ``scorer``, and one without ``tools`` all ``tools``. A
+    scorer is a name, ``module:name``, or a function ``(model_answer, ground_truth) -> float`` or of a
+    ``ScorerContext``; a tool is a name or a function. ``model`` is a folder; None is SmolLM2-135M-Instruct,
+    which is made here, with the recipe's limits for it. ``flags`` are those of `agentrl launch train`, such
+    as ``learning_rate=1e-6``.
+
+    The same ``name`` resumes a run. Raises ConfigError before anything is started; what the processes refuse
+    is raised by the handle's methods.
+    """
+    name = f"run-{datetime.now():%Y%m%d-%H%M%S}" if name is None else name
+    folder = FOLDER / RunConfig(run_name=name).run_name
+    code = Code(folder, f"agentrl_{name.replace('-', '_')}")
+    tool_names = [code.path_of(tool) for tool in tools]
+    defaults: dict[str, Any] = {} if scorer is None else {"scorer": code.path_of(scorer)}
+    if tools:
+        defaults["tools"] = [path.rpartition(":")[2] for path in tool_names]
+        flags["tools"] = ",".join(path for path in tool_names if ":" in path)
+    if model is None:
+        model = demo_model()
+        flags = {**_demo_limits(recipe), **flags}
+    flags = {
+        "recipe": recipe, "run_name": name, "model_name_or_path": model, "max_steps": steps,
+        "train_file": _task_file(tasks, folder / "tasks.jsonl", defaults), **flags,
+    }  # fmt: skip
+    configs = parse(flag_words(flags), command="agentrl.run", description="", shown=(), needs_run=True)
+    code.write()
+    return StartedRun(configs, flags, defaults, folder)
+
+
+def _demo_limits(recipe: str) -> dict[str, Any]:
+    """Return the flags of the recipe's section ``demo``, whose tasks are not these."""
+    file = Path(recipe) if Path(recipe).suffix else shipped_files() / "configs" / f"{recipe}.yml"
+    section = (read_settings(file, hint="write one 'flag: value' per line").content or {}).get("demo", {})
+    return {flag: value for flag, value in section.items() if flag != "train_file"}
+
+
+def _task_file(tasks: Tasks, path: Path, defaults: Mapping[str, Any]) -> str:
+    """Return a task file's name; write rows, with ``defaults``, to ``path``. Raises ConfigError."""
+    if isinstance(tasks, (str, Path)):
+        if defaults:
+            raise ConfigError(
+                f"tasks is the file {tasks}, and {' and '.join(defaults)} would be those of its rows",
+                hint="name them in the file, or give the rows: a list of mappings",
+            )
+        return str(tasks)
+    rows = [{"id": f"task-{number:05d}", **defaults, **row} for number, row in enumerate(tasks)]
+    if not rows:
+        raise ConfigError("tasks is empty", hint='give rows such as {"query": "2 + 2?", "answer": "4"}')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows).encode())
+    return str(path)
+
+
+class Code:
+    """Functions of a notebook, written as a module that the run's processes import."""
+
+    def __init__(self, folder: Path, module: str) -> None:
+        """``folder`` will hold the file ``module``.py."""
+        self._file = folder / f"{module}.py"
+        self._seen: set[str] = set()
+        self._parts: list[str] = []
+        """What the module defines, each part after those that it uses."""
+
+    def path_of(self, given: str | Function) -> str:
+        """Return the name by which processes find ``given``: itself, or ``module:name`` of a function.
+
+        Raises ConfigError for a function that another process cannot have.
+        """
+        if isinstance(given, str):
+            return given
+        module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", None)
+        if not isinstance(name, str):
+            raise ConfigError(f"{given!r} is no function, which another process could find", hint=_IN_A_FILE)
+        if module == "__main__":
+            module = self._file.stem
+            self._add(name, given)
+        return f"{module}:{name}"
+
+    def write(self) -> None:
+        """Write the module, if it has a function."""
+        if self._parts:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            parts = ["from __future__ import annotations", *self._parts]
+            replace_file(self._file, ("\n\n".join(parts) + "\n").encode())
+
+    def _add(self, name: str, value: Any) -> None:
+        """Add what the module calls ``name``, and what it uses itself before it."""
+        if name in self._seen:
+            return
+        self._seen.add(name)
+        if isinstance(value, types.ModuleType):
+            self._parts.append(f"import {value.__name__} as {name}")
+        elif getattr(value, "__module__", None) not in (None, "__main__", "builtins") and hasattr(
+            sys.modules.get(value.__module__), getattr(value, "__name__", "")
+        ):
+            self._parts.append(f"from {value.__module__} import {value.__name__} as {name}")
+        elif isinstance(value, (types.FunctionType, type)):
+            self._add_source(name, value)
+        else:
+            self._parts.append(f"{name} = {_literal(name, value)}")
+
+    def _add_source(self, name: str, value: types.FunctionType | type) -> None:
+        try:
+            source = textwrap.dedent(inspect.getsource(value))
+        except (OSError, TypeError) as error:
+            raise ConfigError(f"the source of {name} cannot be read: {error}", hint=_IN_A_FILE) from error
+        if value.__name__ == "<lambda>" or getattr(value, "__closure__", None):
+            raise ConfigError(f"{name} is a lambda or uses variables of another function", hint=_IN_A_FILE)
+        known = vars(sys.modules["__main__"])
+        for node in ast.walk(ast.parse(source)):
+            used = node.id if isinstance(node, ast.Name) else None
+            if used is not None and used != name and used in known and not hasattr(builtins, used):
+                self._add(used, known[used])
+        self._parts.append(source.rstrip())
+
+
+_IN_A_FILE = "save it as a function of a file, and give 'file:name' (docs/your_own)"
+
+
+def _literal(name: str, value: Any) -> str:
+    """Return the source of a constant. Raises ConfigError for what is none."""
+    text = repr(value)
+    try:
+        if ast.literal_eval(text) == value:
+            return text
+    except (ValueError, SyntaxError):
+        pass
+    raise ConfigError(
+        f"{name} is a {type(value).__name__}, which other processes cannot have",
+        hint=f"make it inside the function that uses it; or {_IN_A_FILE}",
+    )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its 95 % interval: bootstrap over tasks."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        """Return it as ``agentrl eval`` prints it."""
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+class StartedRun:
+    """A run whose processes this one has started. They end with this process, or by ``stop``."""
+
+    def __init__(
+        self, configs: Configs, flags: Mapping[str, Any], defaults: Mapping[str, Any], folder: Path
+    ) -> None:
+        """Start the processes. ``folder`` has what they read and print, ``defaults`` are fields of tasks."""
+        self.name = configs[RunConfig].run_name
+        self.log = folder / "launch.out"
+        """What ``agentrl launch`` prints."""
+        self._run, self._flags, self._defaults, self._folder = configs[RunConfig], flags, defaults, folder
+        self._store: Store | None = None
+        self._process = self._start("train", flags, self.log)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the run's processes run."""
+        return self._process.poll() is None
+
+    def wait(self, seconds: float | None = None) -> StartedRun:
+        """Show the progress until the run has its steps, at most ``seconds``; interrupting stops nothing.
+
+        Raises AgentRLError, with the last lines of the log, if the run has failed.
+        """
+        deadline = float("inf") if seconds is None else time.monotonic() + seconds
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, transient=False) as progress:
+            bar = progress.add_task(self.name, total=int(self._flags["max_steps"]))
+            while True:
+                is_running = self.is_running  # before the look: the last steps are seen after the end
+                done = self._rewards()
+                last = f", reward {done[-1]:.3f}" if done else ": waiting for the first step"
+                progress.update(bar, completed=len(done), description=f"{self.name}{last}")
+                if not is_running or time.monotonic() >= deadline:
+                    break
+                time.sleep(_POLL_SECONDS)
+        self._require_no_failure()
+        return self
+
+    def stop(self) -> None:
+        """End the processes: the trainer finishes its step and saves. The same ``run`` resumes.
+
+        Raises AgentRLError if they have not ended after ten minutes, and ends them at once.
+        """
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        if not self.is_running:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            signal_session(self._process, signal.SIGKILL)
+            raise AgentRLError(
+                f"the processes of run {self.name} were killed: they did not end in {_STOP_SECONDS:g} s",
+                hint=f"their logs are in {self._run.log_dir}",
+            ) from error
+
+    @property
+    def store(self) -> Store:
+        """The run's database, for reading. Raises RunMissingError before the run has begun."""
+        self._require_no_failure()
+        if self._store is None:
+            run = self._run
+            if run.db_connection_string is None and not EmbeddedMongo(run.mongo_dir).status().running:
+                EmbeddedMongo(run.mongo_dir).up()  # a run's end stops the server that it started
+            self._store = Store.open(
+                self.name, db_connection_string=run.db_connection_string, mongo_dir=run.mongo_dir
+            )
+        return self._store
+
+    def steps(self) -> pandas.DataFrame:
+        """Return the committed optimizer steps: reward, loss, sizes, seconds, all metrics."""
+        return _table(self.store.steps(status=StepStatus.COMMITTED))
+
+    def trajectories(self, **where: Any) -> pandas.DataFrame:
+        """Return trajectories with messages and tokens, newest first; ``where`` is as in ``Store``."""
+        return _table(self.store.trajectories(**where))
+
+    def evaluate(self, tasks: Tasks, *, samples: int = 1, version: int | None = None) -> Estimate:
+        """Return pass@1 on ``tasks``, given as to ``run``, of the newest policy version or ``version``.
+
+        Samples ``samples`` trajectories a task by `agentrl eval`: on the run's engine if that serves the
+        version, else on an engine of its own. Raises AgentRLError if it fails.
+        """
+        stem = self._folder / f"eval-{time.time_ns()}"
+        file = _task_file(tasks, stem.with_suffix(".jsonl"), self._defaults)
+        kept = {flag: value for flag, value in self._flags.items() if flag not in ("train_file", "max_steps")}
+        flags = {
+            **kept, "recipe": "eval", "eval_file": file, "eval_samples": samples,
+            **({} if version is None else {"eval_version": version}),
+            **({"eval_engine": "auto"} if self.is_running else {}),
+        }  # fmt: skip
+        log = stem.with_suffix(".out")
+        process = self._start("eval", flags, log)
+        try:
+            if process.wait(_EVALUATION_SECONDS) != 0:
+                raise self._failure("eval", process, log)
+        finally:
+            stop_child(process)
+        found = [each for each in self.store.evaluations() if each.file == file and each.total]
+        estimate = found[-1].total["pass_at"]["1"]
+        return Estimate(estimate["value"], estimate["low"], estimate["high"])
+
+    def _start(self, command: str, flags: Mapping[str, Any], log: Path) -> subprocess.Popen[bytes]:
+        paths = filter(None, [str(self._folder.resolve()), os.environ.get("PYTHONPATH")])
+        return start_child(
+            agentrl_command("launch", [command, *flag_words(flags)]), log=log,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )  # fmt: skip
+
+    def _require_no_failure(self) -> None:
+        if self._process.poll():
+            raise self._failure("train", self._process, self.log)
+
+    def _failure(self, command: str, process: subprocess.Popen[bytes], log: Path) -> AgentRLError:
+        said = "\n  ".join(tail(log, _LINES).splitlines())
+        return AgentRLError(
+            f"agentrl launch {command} of run {self.name} ended with exit code {process.returncode}:\n"
+            f"  {said}",
+            hint=f"see {log}, and the logs in {self._run.log_dir}",
+        )
+
+    def _rewards(self) -> list[float]:
+        try:
+            steps = self.store.steps(status=StepStatus.COMMITTED)
+        except (RunMissingError, StoreUnavailableError):  # it has not begun
+            return []
+        return [step.reward for step in steps if step.reward is not None]
+
+
+def _table(rows: Sequence[Any]) -> pandas.DataFrame:
+    require("pandas", "a table of a run", extra="notebook")
+    import pandas
+
+    return pandas.DataFrame([{item.name: getattr(row, item.name) for item in fields(row)} for row in rows])

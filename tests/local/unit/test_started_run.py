@@ -1,0 +1,170 @@
+"""``agentrl.run``: what it writes for the processes, and what it refuses before it starts any."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentrl
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.local import started_run
+from agentrl.local.started_run import Code, Estimate
+
+MAIN = '''
+import json
+import math as maths
+from pathlib import Path
+from agentrl.local.started_run import Code
+
+LIMIT, NAMES = 2.5, ("a", "b")
+HANDLE = open(__file__)
+
+class Near:
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+def distance(given: str, right: str) -> float:
+    return near(0.5).by + maths.fabs(float(given) - float(right))
+
+def near(by: float) -> Near:
+    return Near(by) if by < LIMIT else distance("1", "2")
+
+def own(model_answer: str, ground_truth: dict) -> float:
+    """Uses others, which use each other; a local name shadows nothing."""
+    path = Path(NAMES[0])
+    return distance(model_answer, ground_truth["answer"])
+
+def leaks(model_answer: str, ground_truth: dict) -> float:
+    return HANDLE.fileno()
+
+def made():
+    inner = 3
+    def closure(model_answer: str, ground_truth: dict) -> float:
+        return inner
+    return closure
+
+code = Code(Path("code"), "agentrl_x")
+print(code.path_of(own), code.path_of("exact"), code.path_of(json.dumps))
+code.write()
+for bad in (leaks, made(), lambda a, b: 1.0, 3):
+    try:
+        Code(Path("code"), "agentrl_y").path_of(bad)
+    except Exception as error:
+        print(type(error).__name__, str(error).splitlines()[0])
+'''
+
+
+def test_functions_of_a_notebook_become_a_module_with_what_they_use(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(MAIN)
+    ran = subprocess.run(
+        [sys.executable, "main.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
+    named, *refused = ran.stdout.splitlines()
+    assert named == "agentrl_x:own exact json:dumps"
+    assert [line.split()[0] for line in refused] == ["ConfigError"] * 4
+    assert "HANDLE is a TextIOWrapper, which other processes cannot have" in refused[0]
+    used = "import agentrl_x; print(agentrl_x.own('3', {'answer': '1'}))"
+    again = subprocess.run(
+        [sys.executable, "-c", used], cwd=tmp_path / "code", capture_output=True, text=True, check=True,
+        timeout=60,
+    )  # fmt: skip
+    assert again.stdout == "2.5\n"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """The command lines that would have been started, in an empty folder."""
+    commands: list[list[str]] = []
+
+    class Process:
+        returncode = 2
+
+        def poll(self) -> int:
+            return 2
+
+    def start(words: list[str], *, log: Path, env: dict[str, str]) -> Process:
+        commands.append([*words, env["PYTHONPATH"].split(os.pathsep)[0]])
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("agentrl launch: error: the tokenizer is torn\n")
+        return Process()
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(started_run, "start_child", start)
+    monkeypatch.setattr(started_run, "demo_model", lambda: tmp_path / "demo")
+    return commands
+
+
+def of(words: list[str], flag: str) -> str:
+    return words[words.index(f"--{flag}") + 1]
+
+
+def test_rows_become_a_task_file_and_keywords_flags(started: list[list[str]], tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"query": "2 + 2?", "answer": "4"},
+        {"id": "b", "query": "?", "scorer": "math"},
+    ]
+    run = agentrl.run(
+        tasks=rows, scorer="exact", steps=3, name="a-b", tools=["search", "mine:tool"], lora_rank=4
+    )
+    (words,) = started
+    assert words[1:5] == ["-m", "agentrl", "launch", "train"]
+    assert [of(words, flag) for flag in ("run_name", "max_steps", "recipe", "lora_rank")] == [
+        "a-b",
+        "3",
+        "grpo",
+        "4",
+    ]
+    assert of(words, "model_name_or_path") == str(tmp_path / "demo")
+    assert of(words, "max_new_tokens") == "64"  # the recipe's, for the demonstration's model
+    assert of(words, "tools") == "mine:tool"
+    assert words[-1] == str(tmp_path / ".agentrl/started/a-b")
+    lines = [json.loads(line) for line in Path(of(words, "train_file")).read_text().splitlines()]
+    assert lines == [
+        {"id": "task-00000", "scorer": "exact", "tools": ["search", "tool"], **rows[0]},
+        {"scorer": "math", "tools": ["search", "tool"], **rows[1]},
+    ]
+    assert not run.is_running
+    with pytest.raises(AgentRLError, match="exit code 2:\n  agentrl launch: error: the tokenizer is torn"):
+        run.wait()
+    with pytest.raises(AgentRLError, match="the tokenizer is torn"):
+        run.steps()
+    run.stop()
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"tasks": []}, "tasks is empty"),
+        ({"tasks": "file.jsonl", "scorer": "exact"}, "scorer would be those of its rows"),
+        ({"lerning_rate": 1e-3}, "lerning_rate"),
+        ({"name": "not/a/name"}, "--run_name is 'not/a/name'"),
+        ({"steps": 0}, "max_steps"),
+        ({"recipe": "groups"}, "groups.yml"),
+    ],
+)
+def test_what_cannot_start_is_refused_before_it_starts(
+    started: list[list[str]], given: dict[str, Any], problem: str
+) -> None:
+    rows = [{"query": "2 + 2?", "answer": "4"}]
+    with pytest.raises(ConfigError, match=problem):
+        agentrl.run(**{"tasks": rows, "steps": 1, **given})
+    assert started == []
+
+
+def test_an_estimate_reads_as_the_evaluation_prints_it() -> None:
+    assert str(Estimate(0.8125, 0.75, 0.871)) == "0.812 [0.750, 0.871]"
+
+
+def test_a_function_of_a_file_is_named_by_its_module(tmp_path: Path) -> None:
+    given: Callable[..., Any] = json.dumps
+    code = Code(tmp_path, "agentrl_z")
+    assert code.path_of(given) == "json:dumps"
+    code.write()
+    assert list(tmp_path.iterdir()) == []
