@@ -419,10 +419,12 @@ class StoppedBySignalError(BaseException):
 class SupervisedProcess(ChildProcess):
     """One process of the run; ``process`` is None once it has ended successfully.
 
-    Engines and tool servers set ``is_server``: they are stopped after the processes that use them.
+    Engines and tool servers set ``is_server``: they are stopped after the processes that use them. One that
+    ``is_main`` is not restarted.
     """
 
     is_server: bool = False
+    is_main: bool = False
     restarts: int = 0
     started_at: float = 0.0
     restart_at: float | None = None
@@ -457,12 +459,13 @@ class Supervisor:
         Raises ConfigError if a helper ends because of its configuration, and AgentRLError if one has crashed
         too often.
         """
+        main.is_main = True
         self.start(main)
         process = main.process
         assert process is not None
         killed_at: float | None = None
         while process.poll() is None:
-            self._restart_crashed(main)
+            self._restart_crashed()
             now = time.monotonic()
             if killed_at is not None and now > killed_at:
                 signal_session(process, signal.SIGKILL)
@@ -476,12 +479,12 @@ class Supervisor:
         """Wait for ``event``, at most ``seconds``. Raises the errors of ``run_main``."""
         deadline = time.monotonic() + seconds
         while not event.wait(POLL_SECONDS) and time.monotonic() < deadline:
-            self._restart_crashed(None)
+            self._restart_crashed()
 
     def run_helpers(self) -> None:
         """Run until every helper has ended by itself. Raises the errors of ``run_main``."""
         while any(member.process is not None for member in self._members):
-            self._restart_crashed(None)
+            self._restart_crashed()
             time.sleep(POLL_SECONDS)
 
     def stop(self, drain_seconds: float) -> None:
@@ -506,9 +509,9 @@ class Supervisor:
         finally:
             tree.kill()
 
-    def _restart_crashed(self, main: SupervisedProcess | None) -> None:
+    def _restart_crashed(self) -> None:
         for member in self._members:
-            if member is main or member.process is None:
+            if member.is_main or member.process is None:
                 continue
             if member.restart_at is not None:
                 if time.monotonic() >= member.restart_at:

@@ -10,9 +10,11 @@ import asyncio
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,7 @@ from agentrl.base.processes import (
     StoppedBySignalError,
     SupervisedProcess,
     Supervisor,
+    exit_reason,
     free_port,
     half_of_cores,
     run_child,
@@ -631,17 +634,26 @@ class RunPlan:
         print(f"{self.name}: {text}", flush=True)
 
 
+Command = Callable[[], Sequence[str] | None]
+"""Returns a command, or None if there is nothing to do."""
+
+
 def run_processes(
     plan: RunPlan,
     deadline: Callable[[], float] = lambda: float("inf"),
     serving: threading.Event | None = None,
+    *,
+    before: Command = lambda: None,
+    after: Command = lambda: None,
 ) -> int:
     """Run until the main process ends, and return its exit code; without one until all helpers have ended.
 
     ``deadline`` is the end of the main process, as ``time.monotonic`` counts. With ``serving``, which is set
     when an engine serves, the main process starts after it if the processes share very few cores: it loads
-    while the first trajectories are sampled, and not before. Raises ConfigError for a process that cannot run
-    as it is configured, and AgentRLError for one that has crashed too often.
+    while the first trajectories are sampled, and not before. The command of ``before`` runs while an engine
+    serves and nothing is trained yet, that of ``after`` when the main process has done its work; their output
+    is in a log, and their failure changes nothing. Raises ConfigError for a process that cannot run as it is
+    configured, and AgentRLError for one that has crashed too often.
     """
     supervisor = Supervisor(plan.report)
     helpers, main = processes_of(plan)
@@ -652,14 +664,36 @@ def run_processes(
         if main is None:
             supervisor.run_helpers()
             return 0
-        if serving is not None and plan.placement is None and half_of_cores() == 1:
+        opening = before()
+        if serving is not None and (opening or (plan.placement is None and half_of_cores() == 1)):
             supervisor.wait(serving, _SERVING_SECONDS)
-        return supervisor.run_main(main, deadline=deadline)
+        _run_beside(supervisor, plan, main, opening)
+        code = supervisor.run_main(main, deadline=deadline)
+        if code == 0 and (closing := after()):
+            for helper in helpers:
+                if not helper.is_server:  # what samplers would begin is not trained any more
+                    helper.signal(signal.SIGTERM)
+            _run_beside(supervisor, plan, main, closing)
+        return code
     except StoppedBySignalError:
         plan.report("stopping: a trainer finishes its step and saves; the same command resumes")
         raise
     finally:
         supervisor.stop(plan.drain_seconds)
+
+
+_BESIDE_SECONDS = 300.0
+
+
+def _run_beside(
+    supervisor: Supervisor, plan: RunPlan, main: SupervisedProcess, command: Sequence[str] | None
+) -> None:
+    if command:
+        log = plan.logs / f"{plan.name}_evaluation.out"
+        member = SupervisedProcess("evaluation", command, log, main.env)
+        code = supervisor.run_main(member, deadline=time.monotonic() + _BESIDE_SECONDS)
+        if code != 0:
+            plan.report(f"the evaluation ended with exit code {code}: {exit_reason(log)}")
 
 
 def processes_of(plan: RunPlan) -> tuple[list[SupervisedProcess], SupervisedProcess | None]:

@@ -18,11 +18,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from agentrl.base.atomic_folder import replace_file
 from agentrl.base.installation import shipped_files
@@ -58,7 +63,10 @@ RIGHT = 0.5
 EXCERPT_CHARS = 96
 
 ENDS = 3
-"""Steps at each end of the run over which the reward is averaged; as many right ones solve it."""
+"""Steps at each end of the run over which the reward is averaged."""
+
+SOLVED = 0.95
+"""Mean reward of the last ENDS steps that solves the tasks: what is left to learn is a matter of luck."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,7 @@ class QuickstartOutcome:
     """Number of these that did not become training data."""
     worth_reading: list[WorthReading]
     plot: Path
+    held_out: HeldOut | None = None
 
     @property
     def first(self) -> float:
@@ -105,13 +114,55 @@ class QuickstartOutcome:
 
     @property
     def is_solved(self) -> bool:
-        """All trajectories of the last three steps are right."""
+        """The last three steps have a reward of SOLVED."""
         return is_solved(self.rewards)
 
 
 def is_solved(rewards: Sequence[float]) -> bool:
-    """Return whether the last ENDS rewards are there and 1: such groups have no signal to train on."""
-    return len(rewards) >= ENDS and min(rewards[-ENDS:]) >= 1.0
+    """Return whether the last ENDS rewards are there, and SOLVED on average: few groups have a signal."""
+    return len(rewards) >= ENDS and fmean(rewards[-ENDS:]) >= SOLVED
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The evaluations of tasks that are not trained, and one task of them before and after."""
+
+    before: Mapping[str, Any]
+    """``Evaluation.total`` of version 0; ``after`` is that of the last version."""
+    after: Mapping[str, Any]
+    lines: tuple[tuple[str, ...], ...]
+    """A trajectory of version 0, and one of the last version, for the same task."""
+
+    @property
+    def text(self) -> str:
+        """Both estimates with their 95 % intervals."""
+        before, after = (_pass_at_1(total) for total in (self.before, self.after))
+        return f"{before} -> {after} of {self.after['tasks']} tasks [95 %]"
+
+
+def _pass_at_1(total: Mapping[str, Any]) -> str:
+    found = total["pass_at"]["1"]
+    return f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+
+
+async def read_held_out(store: Store) -> HeldOut | None:
+    """Return the finished evaluations of version 0 and of the last one; None without both."""
+    done = {each.version: each for each in await store.evaluations.all() if each.total}
+    last = max((version for version in done if version is not None), default=0)
+    if 0 not in done or last == 0:
+        return None
+    views = Views(store.connection)
+    rows = [
+        {row.task.partition("/")[2]: row for row in await views.trajectories(split=done[version].id)}
+        for version in (0, last)
+    ]
+    chosen = [[side[task] for side in rows] for task in rows[0] if task in rows[1]]
+    scores = [[row.score or 0.0 for row in pair] for pair in chosen]
+    best = max(range(len(chosen)), key=lambda index: scores[index][1] - scores[index][0], default=None)
+    wholes = [] if best is None else [await views.whole_trajectory(row.id) for row in chosen[best]]
+    return HeldOut(
+        done[0].total, done[last].total, tuple(excerpt_lines(each) for each in wholes if each is not None)
+    )
 
 
 async def read_outcome(run_name: str, output: Path) -> QuickstartOutcome | None:
@@ -136,18 +187,20 @@ async def read_outcome(run_name: str, output: Path) -> QuickstartOutcome | None:
             abandoned=sum(item.trajectories - item.trained for item in groups),
             worth_reading=await read_worth_reading(store),
             plot=plot,
+            held_out=await read_held_out(store),
         )
 
 
 def print_report(run_name: str, output: Path, outcome: QuickstartOutcome) -> None:
     """Print the summary; its last line is ``reward FIRST -> LAST over N steps``."""
     agentrl = own_command()
+    solved = [f"solved      the reward of the last {ENDS} steps is {outcome.last:.2f}"]
     lines = [
         "",
         f"a step      {outcome.seconds:.1f} s of training (median), {outcome.tokens:,.0f} tokens computed"
         f" for model calls of {outcome.call_tokens:,.0f}",
         f"sampled     {outcome.sampled} trajectories; {outcome.abandoned} of them are abandoned",
-        *([f"solved      all trajectories of the last {ENDS} steps are right"] if outcome.is_solved else []),
+        *(solved if outcome.is_solved else []),
         f"plot        {outcome.plot}",
         f"checkpoint  {max(output.glob('checkpoint-*'), default=output)}",
         f"database    {run_name} in .agentrl/mongo (the server ends now; `{agentrl} mongo up` starts it)",
@@ -158,9 +211,22 @@ def print_report(run_name: str, output: Path, outcome: QuickstartOutcome) -> Non
         f"  {agentrl} audit run --run_name {run_name}",
         "",
         *worth_reading_lines(outcome.worth_reading, f"{agentrl} audit record", run_name),
+        *([] if outcome.held_out is None else held_out_lines(outcome.held_out)),
         f"reward {outcome.first:.3f} -> {outcome.last:.3f} over {len(outcome.rewards)} steps",
     ]
     print("\n".join(lines), flush=True)
+
+
+def held_out_lines(found: HeldOut) -> list[str]:
+    """Return one task before and after, side by side, and pass@1 of all."""
+    table = Table("before training", "after", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    for pair in zip_longest(*found.lines, fillvalue=""):
+        table.add_row(*(Text(line) for line in pair))
+    console = Console(width=min(120, shutil.get_terminal_size((100, 24)).columns), color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    shown = ["a task that was not trained:", *captured.get().splitlines()] if found.lines else []
+    return [*shown, f"held out pass@1 {found.text}"]
 
 
 def own_command() -> str:
@@ -329,7 +395,8 @@ class Pace:
             return None
         if is_solved(self._rewards):
             self.is_solved, self._deadline = True, now
-            return f"solved at step {done} of {self.steps}: {ENDS} steps in a row have the reward 1"
+            mean = fmean(self._rewards[-ENDS:])
+            return f"solved at step {done} of {self.steps}: the reward of {ENDS} steps in a row is {mean:.2f}"
         before, began = self._first
         each = (now - began) / (done - before) if done > before else _first_estimate(metrics, sampling)
         if self._minutes is None:
@@ -540,11 +607,19 @@ class DemoPreset:
 
     base_name: str
     tasks: str
+    held_out: str | None = None
+    """Tasks that are evaluated before and after the training."""
     steps: int
     minutes: float
 
 
-REAL = DemoPreset(base_name="quickstart", tasks="calculator_train.jsonl", steps=12, minutes=10.0)
+REAL = DemoPreset(
+    base_name="quickstart",
+    tasks="calculator_train.jsonl",
+    held_out="calculator_eval.jsonl",
+    steps=12,
+    minutes=10.0,
+)
 TINY = DemoPreset(base_name="quickstart-tiny", tasks="tiny_train.jsonl", steps=30, minutes=5.0)
 
 
@@ -616,7 +691,10 @@ def run_quickstart(
             plan = _plan(run, flags, model, train, engine, teacher)
             groups = int(yaml.safe_load(run.recipe.read_text(encoding="utf-8"))["groups_per_step"])
             with told_progress(RunConfig(run_name=run.name), groups, pace, _report) as serving:
-                code = run_processes(plan, pace.deadline, serving)
+                evaluations = HeldOutCommands(run, plan)
+                code = run_processes(
+                    plan, pace.deadline, serving, before=evaluations.before, after=evaluations.after
+                )
                 is_over = pace.is_over and not pace.is_solved
             _conclude(run, pace, code, is_over=is_over)
             if sys.stdin.isatty() and sys.stdout.isatty():
@@ -626,6 +704,38 @@ def run_quickstart(
     finally:
         if started_mongo:
             mongo.down()
+
+
+@dataclass(frozen=True)
+class HeldOutCommands:
+    """The commands that evaluate the held-out tasks of a run on its engine."""
+
+    run: QuickstartRun
+    plan: RunPlan
+
+    def before(self) -> list[str] | None:
+        """Return the command for version 0; None once there is another one."""
+        return None if asyncio.run(self._last_version()) else self._command(0)
+
+    def after(self) -> list[str] | None:
+        """Return the command for the last version; None without a step."""
+        last = asyncio.run(self._last_version())
+        return self._command(last) if last else None
+
+    def _command(self, version: int) -> list[str] | None:
+        if self.run.preset.held_out is None:
+            return None
+        _report(f"{self.run.preset.held_out}: sampling the held-out tasks with policy version {version}")
+        file = shipped_files() / "tasks" / self.run.preset.held_out
+        flags = {"eval_file": file, "eval_version": version, "eval_engine": "shared"}
+        return agentrl_command("eval", [*self.plan.flags, *flag_words(flags)])
+
+    async def _last_version(self) -> int:
+        from agentrl.store.client import open_store
+
+        async with await open_store(RunConfig(run_name=self.run.name)) as store:
+            last = await _last_committed(store)
+            return 0 if last is None else last.policy_version
 
 
 def _plan(

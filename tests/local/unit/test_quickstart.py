@@ -21,6 +21,7 @@ from agentrl.local import quickstart
 from agentrl.local.quickstart import (
     LINE_SECONDS,
     LONGEST_MINUTES,
+    HeldOut,
     Pace,
     Start,
     StartLines,
@@ -28,6 +29,7 @@ from agentrl.local.quickstart import (
     choose_worth_reading,
     dashboard,
     excerpt_lines,
+    held_out_lines,
     own_command,
     shown,
     wait_for_signal,
@@ -216,16 +218,16 @@ def test_a_run_that_its_limit_ends_names_the_slow_part(clock: Clock) -> None:
     assert error.hint.startswith("the same command trains the rest: give it --minutes 11;")
 
 
-def test_a_run_ends_when_three_steps_in_a_row_are_right(clock: Clock) -> None:
+def test_a_run_ends_when_the_reward_of_three_steps_in_a_row_solves_it(clock: Clock) -> None:
     run = Pace(12, minutes=None, least_minutes=10.0, ends_when_solved=True, clock=clock)
-    for done, reward in enumerate([0.1, 1.0, 1.0, 0.9, 1.0, 1.0], 1):
+    for done, reward in enumerate([0.1, 1.0, 1.0, 0.8, 1.0, 0.94], 1):
         clock.now += 10
         run.step(done, {**METRICS, "reward": reward}, sampling=5.0)
         assert not run.is_solved
         assert run.deadline() > clock.now
     clock.now += 10
     line = run.step(7, {**METRICS, "reward": 1.0}, sampling=5.0)
-    assert line == "solved at step 7 of 12: 3 steps in a row have the reward 1"
+    assert line == "solved at step 7 of 12: the reward of 3 steps in a row is 0.98"
     assert run.is_solved
     assert run.deadline() == clock.now
 
@@ -292,6 +294,19 @@ def test_the_first_wrong_the_first_right_and_the_longest_of_the_others_are_chose
     assert [(title, item.id[-8:-4]) for title, item in chosen] == [
         ("first wrong", "0001"), ("first right", "0003"), ("longest", "0004"),
     ]  # fmt: skip
+
+
+def test_held_out_tasks_are_shown_before_and_after_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "90")
+    ends = [
+        {"tasks": 64, "pass_at": {"1": {"value": v, "low": v - 0.05, "high": v + 0.04}}} for v in (0.1, 0.9)
+    ]
+    sides = (("question  [b]What[/b] is 2 + 2?", "model     5"), ("question  [b]What[/b] is 2 + 2?",))
+    *shown, last = held_out_lines(HeldOut(*ends, sides))
+    assert last == "held out pass@1 0.100 [0.050, 0.140] -> 0.900 [0.850, 0.940] of 64 tasks [95 %]"
+    assert max(map(len, shown)) <= 90
+    assert sum("[b]What[/b]" in line for line in shown) == 1  # both in one line, and no markup
+    assert held_out_lines(HeldOut(*ends, ())) == [last]
 
 
 @pytest.mark.parametrize("scores", [[], [None], [1.0], [0.0]])
