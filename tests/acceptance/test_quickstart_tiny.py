@@ -15,7 +15,7 @@ import pytest
 from walks.held import recording, require_short_walks
 
 ROOT = Path(__file__).parents[2]
-STEPS = 20
+STEPS = 15
 """Of the 30 by default: the reward has risen by then."""
 ORDINARY_CPU = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 """Without the instructions for bfloat16 that some CPUs have."""
