@@ -33,6 +33,13 @@ def import_modules(names: Iterable[str]) -> None:
             ) from error
 
 
+def refuse_bare(names: Sequence[object], decorator: str) -> None:
+    """Raise ConfigError for a decorator without parentheses: it would take the function for its own name."""
+    if names and not isinstance(names[0], str):
+        name = getattr(names[0], "__name__", "name")
+        raise ConfigError(f"@{decorator} has no name", hint=f'write @{decorator}("{name}")')
+
+
 class Registry(Generic[T]):
     """The extensions of one kind, such as scorers: functions, classes or other objects of type ``T``.
 

@@ -19,7 +19,7 @@ from agentrl.base.atomic_folder import scratch_folder
 from agentrl.base.concurrency import ENVIRONMENT_THREADS
 from agentrl.base.installation import how_to_install
 from agentrl.base.process_pool import run_in_process
-from agentrl.base.registry import Registry
+from agentrl.base.registry import Registry, refuse_bare
 from agentrl.base.untrusted_folder import discard
 from agentrl.base.user_code import contain_call, describe, require_allowed, server_name
 from agentrl.config.sampling import ContainerConfig
@@ -276,6 +276,7 @@ ENVIRONMENTS: Registry[type[Environment]] = Registry(
 
 def environment(*names: str) -> Callable[[E], E]:
     """Register a class derived from ``Environment`` under ``names``."""
+    refuse_bare(names, "environment")
 
     def decorate(kind: E) -> E:
         ENVIRONMENTS.add(_environment_class(kind), *names)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
-from agentrl.base.registry import Registry
+from agentrl.base.registry import Registry, refuse_bare
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -330,6 +330,7 @@ def loss(*names: str, **declared: Any) -> Callable[[Callable[..., TokenLosses]],
     In ``losses.built_in`` a parameter annotated ``Annotated[type, flag(...)]`` declares a flag of its name;
     its default, if it has one, is the flag's for every loss that reads it.
     """
+    refuse_bare(names, "loss")
 
     def decorate(function: Callable[..., TokenLosses]) -> Loss:
         made = Loss(function=function, **declared)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from agentrl.base.batches import batches
-from agentrl.base.registry import Registry
+from agentrl.base.registry import Registry, refuse_bare
 from agentrl.config.flags import names_in
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
@@ -49,6 +49,7 @@ TRACKERS: Registry[TrackerFactory] = Registry("tracker", group="agentrl.trackers
 
 def tracker(*names: str) -> Callable[[TrackerFactory], TrackerFactory]:
     """Register a class or function ``(RunConfig, output folder, parameters) -> Tracker`` under ``names``."""
+    refuse_bare(names, "tracker")
     return TRACKERS.register(*names)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from agentrl.base.registry import Registry
+from agentrl.base.registry import Registry, refuse_bare
 from agentrl.base.user_code import contain, contain_call
 from agentrl.chat.chat_format import Message
 from agentrl.config.schema import SamplingConfig
@@ -110,6 +110,7 @@ def agent(*names: str) -> Callable[[A], A]:
     A trajectory has an instance of the class of its own. After ``run``, its method ``evaluate`` gets the
     ScorerContext and returns the score, instead of the task's scorer.
     """
+    refuse_bare(names, "agent")
 
     def decorate(extension: A) -> A:
         AGENTS.add(_agent(extension), *names)
@@ -228,6 +229,7 @@ def context_manager(*names: str) -> Callable[[ContextManager], ContextManager]:
     It gets the Rollout, which is a Role, or the role whose context is full.
     It returns the messages that the new context starts with, or None to end the trajectory.
     """
+    refuse_bare(names, "context_manager")
     return CONTEXT_MANAGERS.register(*names)
 
 

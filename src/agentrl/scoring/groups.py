@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from agentrl.base.registry import Registry
+from agentrl.base.registry import Registry, refuse_bare
 from agentrl.base.user_code import contain_call, describe
 from agentrl.config.training import RIGHT_THRESHOLD, GroupConfig
 from agentrl.documents.document import LARGEST_SCORE, is_finite, is_score, replace_surrogates, score_problem
@@ -239,6 +239,7 @@ def advantage(
     It is called with the rewards of the trajectories of a group that are trained, and returns one number for
     each, in the same order. With ``needs_others`` False it is also called with a single reward.
     """
+    refuse_bare(names, "advantage")
 
     def decorate(function: Callable[[Sequence[float]], Sequence[float]]) -> AdvantageEstimator:
         estimator = AdvantageEstimator(function, needs_others)
@@ -389,6 +390,7 @@ GROUP_FILTERS: Registry[GroupFilter] = Registry(
 
 def group_filter(*names: str) -> Callable[[GroupFilter], GroupFilter]:
     """Register a function ``(ScoredGroup) -> {id: reason}`` or ``-> [id, …]`` under ``names``."""
+    refuse_bare(names, "group_filter")
     return GROUP_FILTERS.register(*names)
 
 

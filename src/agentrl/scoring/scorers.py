@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from agentrl.base.concurrency import end_tasks, time_limit
 from agentrl.base.installation import require
 from agentrl.base.process_pool import run_in_process
-from agentrl.base.registry import Registry
+from agentrl.base.registry import Registry, refuse_bare
 from agentrl.base.spans import Attributes, Span, tracer
 from agentrl.base.user_code import contain, describe
 from agentrl.documents.document import is_score, sanitize_bson, score_problem
@@ -198,6 +198,7 @@ def scorer(
     Of a task's answer, ``check_answer`` raises ScorerError if the scorer cannot read it, and
     ``names_in_answer`` returns the code, servers and files that it names, as ``permissions`` writes them.
     """
+    refuse_bare(names, "scorer")
 
     def decorate(function: S) -> S:
         setattr(function, _BLOCKING, blocking)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from agentrl.base.concurrency import TOOL_THREADS, Threads
-from agentrl.base.registry import Registry
+from agentrl.base.registry import Registry, refuse_bare
 from agentrl.base.user_code import contain, contain_call
 from agentrl.base.validation import check
 from agentrl.documents.document import is_score
@@ -101,6 +101,7 @@ def tool(*names: str) -> Callable[[F], F]:
 
     A class with ``create`` and ``execute`` is one tool with verl's methods: see ``StatefulTool``.
     """
+    refuse_bare(names, "tool")
 
     def decorate(target: F) -> F:
         TOOLS.add(Toolset.of(target), *names)

@@ -135,3 +135,19 @@ def test_what_is_not_listed_is_refused_before_it_is_imported(get: object) -> Non
         assert "--allowed_modules this.module" in str(refused.value)
 
     copy_context().run(use)
+
+
+@pytest.mark.parametrize(
+    "decorator",
+    [
+        "advantage", "agent", "context_manager", "environment", "group_filter", "loss", "scorer", "tool",
+        "tool_call_parser", "tracker",
+    ],
+)  # fmt: skip
+def test_a_decorator_without_parentheses_is_refused_by_name(decorator: str) -> None:
+    def own() -> None:
+        return None
+
+    with pytest.raises(ConfigError, match=f"@{decorator} has no name") as caught:
+        getattr(agentrl, decorator)(own)
+    assert caught.value.hint == f'write @{decorator}("own")'

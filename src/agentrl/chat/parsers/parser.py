@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
-from agentrl.base.registry import Registry
+from agentrl.base.registry import Registry, refuse_bare
 
 SHOWN = 120
 """Longest quotation of the model's text in an error message, in characters."""
@@ -75,6 +75,7 @@ PARSERS: Registry[ParserFactory] = Registry(
 
 def tool_call_parser(*names: str) -> Callable[[ParserFactory], ParserFactory]:
     """Register a class that makes a ``ToolCallParser`` without arguments under ``names``."""
+    refuse_bare(names, "tool_call_parser")
     return PARSERS.register(*names)
 
 
