@@ -6,7 +6,7 @@
 #   bash scripts/quickstart.sh --engine sglang    the same with a SGLang server (or vllm)
 #   bash scripts/quickstart.sh --steps 2          two optimizer steps
 #
-# Ctrl-C stops everything; the same command resumes.
+# Ctrl-C stops everything when the trainer has saved its step (a second one at once); the same command resumes.
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."

@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl.base.processes import ProcessIdentity
 from agentrl.documents.document import now
-from agentrl.documents.run import InferenceService, PolicyVersion, SavedCheckpoint
+from agentrl.documents.run import Doing, InferenceService, PolicyVersion, SavedCheckpoint
 from agentrl.documents.status import DataStatus, StepStatus, TaskStatus, TrainerEnd, VersionStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TokenStatistics, TrainStep
@@ -316,7 +316,7 @@ class _TrainerLease(_Part):
         self.store.discarded = tuple(names)
         return list(names)
 
-    async def renew(self, attempt: int, lease_seconds: float) -> None:
+    async def renew(self, attempt: int, lease_seconds: float, doing: Doing | None = None) -> None:
         self.store.check_attempt(attempt)
 
     async def record_saved(self, attempt: int, saved: SavedCheckpoint) -> None:

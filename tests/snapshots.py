@@ -18,13 +18,13 @@ from agentrl.documents.model_call import (
     pack_floats,
 )
 from agentrl.documents.record import Record
-from agentrl.documents.run import InferenceService, TrainerLease
+from agentrl.documents.run import InferenceService, SamplerProcess, TrainerLease
 from agentrl.documents.status import RecordStatus, ServiceStatus, StepStatus, StopReason
 from agentrl.screens.snapshot import RunSnapshot
 from agentrl.screens.views.counts import Continued, Rates
 from agentrl.screens.views.pipelines import EngineRow, StepRow, TrajectoryRow
 from agentrl.store.run_list import Disk
-from agentrl.store.services import Liveness
+from agentrl.store.services import ListedSampler, Liveness
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
 RECORD_ID = "train/0/task_001/3/1"
@@ -112,11 +112,17 @@ def engine(age: float = 1.0, name: str = "e") -> InferenceService:
     )  # fmt: skip
 
 
+def sampler(name: str, silent: float = 1.0, **changes: Any) -> ListedSampler:
+    """A sampler whose last heartbeat is ``silent`` seconds old."""
+    process = SamplerProcess(id=name, host="h", pid=1, started_at=NOW, heartbeat=NOW)
+    return ListedSampler(process=replace(process, **changes), claims=0, silent_seconds=silent)
+
+
 def snapshot(**changes: Any) -> RunSnapshot:
     """A run with a trainer, a sampler and an engine; ``liveness`` changes fields of its liveness."""
     liveness = Liveness(
-        at=NOW, claims={"s": 4}, sampler_states={"s": "running"}, last_claim=NOW, engines=(engine(),),
-        outages=(), waiting_for_score=0, alive_seconds=10.0,
+        at=NOW, claims={"s": 4}, listed=(sampler("s"),), last_claim=NOW, engines=(engine(),), outages=(),
+        waiting_for_score=0, alive_seconds=10.0,
     )  # fmt: skip
     liveness = replace(liveness, **changes.pop("liveness", {}))
     healthy = RunSnapshot(

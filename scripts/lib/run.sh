@@ -17,7 +17,8 @@
 #
 # Paths are relative to the folder in which you start the script. Modules of yours there are found, and .agentrl, logs
 # and output are made there. The logs are in logs/RUN_NAME. A process that crashes is restarted, up to five times. If one ends because of its
-# configuration, the reason is printed and all are stopped. SIGINT and SIGTERM stop all of them within 30 s.
+# configuration, the reason is printed and all are stopped. SIGINT and SIGTERM stop all of them within
+# 35 s, and the trainer when it has finished its step and saved: a line counts down; a second one ends it at once.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 case " $* " in

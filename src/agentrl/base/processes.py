@@ -11,9 +11,11 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -358,7 +360,7 @@ STOPPED = 130
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_REPEATED_SECONDS = 1.0
+REPEATED_SECONDS = 1.0
 """Signals within this time are one request: a launcher such as ``timeout`` forwards a signal of its group."""
 
 
@@ -377,7 +379,7 @@ def stop_on_signals(at_once: asyncio.Event | None = None) -> asyncio.Event:
         # Count signals, not what else sets ``stop``: the first one after a request to drain ends no call.
         if first is None:
             first = time.monotonic()
-        elif at_once is not None and time.monotonic() - first >= _REPEATED_SECONDS:
+        elif at_once is not None and time.monotonic() - first >= REPEATED_SECONDS:
             logger.warning("second request to stop: calls that still run are cancelled")
             at_once.set()
             for number in _SIGNALS:
@@ -394,7 +396,12 @@ STOP_SECONDS = 15.0
 """Time that the processes have to stop after they have drained; those left are killed."""
 
 SAVE_SECONDS = 900.0
-"""Time that the main process has to finish its step and save after its deadline."""
+"""Time that the main process has to finish its step and save, if no step and no checkpoint was measured."""
+
+_LONGER = 3.0
+"""How many times as long as measured the end of the main process may take."""
+_REPORT_SECONDS = 15.0
+"""Interval of the lines about what is waited for, where the output is no terminal."""
 
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
 _STEADY_SECONDS = 300.0
@@ -436,18 +443,53 @@ class SupervisedProcess(ChildProcess):
         super().start()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How long a main process that was asked to end needs for it."""
+
+    what: str
+    """What is waited for, such as ``step 7 is saved``."""
+    seconds: float | None = None
+    """What is left of it, as measured before; None if nothing was."""
+    longest: float = 0.0
+    """The whole of it, as measured before."""
+
+    @property
+    def limit(self) -> float:
+        """The seconds after which the process is killed: it may take longer than before."""
+        return SAVE_SECONDS if self.seconds is None else STOP_SECONDS + _LONGER * self.longest
+
+    def line(self, elapsed: float) -> str:
+        """Return what to tell after ``elapsed`` seconds."""
+        left, is_longer = f"at most {max(0.0, self.limit - elapsed):.0f} s", ""
+        if self.seconds is not None and elapsed <= self.seconds:
+            left = f"about {self.seconds - elapsed:.0f} s"
+        elif self.seconds is not None:
+            is_longer = ", longer than before"
+        return f"{left} until {self.what}{is_longer}; Ctrl-C again ends at once"
+
+
 class Supervisor:
     """Keeps helper processes running while one main process runs; ``stop`` ends all of them."""
 
-    def __init__(self, report: Callable[[str], None] = logger.warning) -> None:
-        """``report`` receives a line about each process that crashed."""
+    def __init__(
+        self,
+        report: Callable[[str], None] = logger.warning,
+        ending: Callable[[], Ending | None] = lambda: None,
+    ) -> None:
+        """``report`` receives a line about each process that crashed, and about the end of the main process.
+
+        ``ending`` returns how long the main process needs to end; None: ``STOP_SECONDS``, as the others.
+        """
         self._report = report
+        self._ending = ending
         self._members: list[SupervisedProcess] = []
+        self._main: SupervisedProcess | None = None
         self._mark = uuid.uuid4().hex
 
     def start(self, member: SupervisedProcess) -> None:
         """Start a process; it is restarted when it crashes, up to MAX_RESTARTS times."""
-        member.env = {**member.env, _MARKER: self._mark}
+        member.env = {**member.env, _MARKER: self._mark if member is not self._main else f"{self._mark}-main"}
         self._members.append(member)
         member.start()
 
@@ -455,11 +497,13 @@ class Supervisor:
         """Run ``main`` to its end and return its exit code.
 
         At ``deadline`` (monotonic seconds) it receives SIGTERM, so that it can finish its step and save; it
-        is killed if that takes more than SAVE_SECONDS. A deadline that moves is a function.
+        is killed if that takes more than SAVE_SECONDS, and more than it needs. A deadline that moves is a
+        function.
         Raises ConfigError if a helper ends because of its configuration, and AgentRLError if one has crashed
         too often.
         """
         main.is_main = True
+        self._main = main
         self.start(main)
         process = main.process
         assert process is not None
@@ -470,8 +514,9 @@ class Supervisor:
             if killed_at is not None and now > killed_at:
                 signal_session(process, signal.SIGKILL)
             elif killed_at is None and now > (deadline() if callable(deadline) else deadline):
-                killed_at = now + SAVE_SECONDS
                 signal_session(process, signal.SIGTERM)
+                ending = self._ending()
+                killed_at = now + max(SAVE_SECONDS, 0.0 if ending is None else ending.limit)
             time.sleep(POLL_SECONDS)
         return process.returncode
 
@@ -490,24 +535,42 @@ class Supervisor:
     def stop(self, drain_seconds: float) -> None:
         """Stop all processes within ``drain_seconds``, which are the samplers', and ``STOP_SECONDS``.
 
-        Another SIGINT or SIGTERM kills those left at once.
+        The main process has the time that it needs to end. Another SIGINT or SIGTERM kills those left at
+        once.
         """
         members, self._members = self._members, []
-        drained = time.monotonic() + drain_seconds
+        began = time.monotonic()
+        drained = began + drain_seconds
         deadline = drained + STOP_SECONDS
-        tree = _ProcessTree(members, self._mark)
+        main = None if self._main is None or self._main.pid is None else self._main
+        others = _ProcessTree([member for member in members if member is not self._main], self._mark)
+        own = _ProcessTree([member for member in members if member is self._main], f"{self._mark}-main")
+        say = _Line(self._report)
         try:
-            with raise_on_signals(after=_REPEATED_SECONDS):
+            with raise_on_signals(after=REPEATED_SECONDS):
                 clients = [member for member in members if not member.is_server]
                 _terminate(clients)
+                ending = None if main is None else self._ending()
+
+                def wait(is_over: Callable[[], bool], until: float) -> None:
+                    while not is_over() and time.monotonic() < until:
+                        if ending is not None and main is not None and main.pid is not None:
+                            say(ending.line(time.monotonic() - began))
+                        time.sleep(0.1)
+
                 helpers = [member for member in clients if member.log is not None]
-                _wait(lambda: all(each.pid is None for each in helpers), drained + _CLIENTS_SECONDS)
+                wait(lambda: all(each.pid is None for each in helpers), drained + _CLIENTS_SECONDS)
                 _terminate([member for member in members if member.is_server])
-                _wait(lambda: not tree.running(), deadline)
+                wait(lambda: not (others.running() or own.running()), deadline)
+                others.kill()
+                if ending is not None:
+                    wait(lambda: not own.running(), began + ending.limit)
         except StoppedBySignalError:
             logger.warning("second request to stop: killing the remaining processes")
         finally:
-            tree.kill()
+            say.end()
+            others.kill()
+            own.kill()
 
     def _restart_crashed(self) -> None:
         for member in self._members:
@@ -540,6 +603,30 @@ class Supervisor:
             f"{member.name} ended with exit code {code}; restarting it in {delay:g} s:"
             f" {exit_reason(member.log).partition(chr(10))[0]}"
         )
+
+
+class _Line:
+    """Shows a line that changes: in place on a terminal, else by ``report`` now and then."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._next = 0.0
+
+    def __call__(self, text: str) -> None:
+        now, is_terminal = time.monotonic(), sys.stdout.isatty()
+        if now < self._next:
+            return
+        self._next = now + (1.0 if is_terminal else _REPORT_SECONDS)
+        if is_terminal:  # leave the cursor at its beginning: what a process prints covers it
+            width = shutil.get_terminal_size().columns
+            print(f"\x1b[K{text[: width - 1]}\r", end="", flush=True)
+        else:
+            self._report(text)
+
+    def end(self) -> None:
+        """Remove the line from the terminal."""
+        if self._next and sys.stdout.isatty():
+            print("\x1b[K", end="", flush=True)
 
 
 class _ProcessTree:
@@ -591,8 +678,3 @@ def _see(log: Path | None) -> str:
 def _terminate(members: Sequence[SupervisedProcess]) -> None:
     for member in members:
         member.signal(signal.SIGTERM)
-
-
-def _wait(condition: Callable[[], bool], deadline: float) -> None:
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)

@@ -194,9 +194,9 @@ def train(argv: list[str]) -> int:
 
     setup(configs[RunConfig], "train")
     base_folder(configs[ModelConfig])
-    from agentrl.train.start import run_trainer
+    from agentrl.train.start import Part, run_trainer
 
-    run_trainer(configs)
+    run_trainer(Part(configs=configs))
     return 0
 
 

@@ -318,7 +318,7 @@ class StepSource(Protocol):
 class OpenSource(Protocol):
     """Opens what a child trains of its ``parent``, behind its own ``train_steps`` (``_id``), under its flags.
 
-    ``lead_in`` is the last step of the parent to train, where these flags are the parent's own.
+    ``last`` is the last step of the parent that is trained with these flags; None: the child's last one.
     """
 
     async def __call__(
@@ -327,7 +327,7 @@ class OpenSource(Protocol):
         parent: Relative,
         configs: Configs,
         train_steps: Sequence[str],
-        lead_in: int | None,
+        last: int | None,
     ) -> StepSource: ...
 
 
@@ -540,7 +540,9 @@ class DataStream:
                 if data is None:
                     continue
                 return await self._step_data(data, step, is_rest=len(groups) < count)
-            if time.monotonic() >= log_at:
+            if step != self._awaited:  # a prefetch: the trainer computes, and waits for nothing
+                log_at = time.monotonic() + LOG_EVERY_SECONDS
+            elif time.monotonic() >= log_at:
                 settings, columns = self._settings, await self._unfilled()
                 alive = await self._store.services.liveness(settings.split, settings.engine_alive_seconds)
                 logger.info(

@@ -5,6 +5,7 @@ Each kind has a collection of its own, because different database users may writ
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -12,7 +13,14 @@ from typing import Any, Final, Literal
 
 from agentrl.base.processes import ProcessIdentity
 from agentrl.documents.document import Document, Root, now
-from agentrl.documents.status import EpochStatus, EvaluationStatus, ServiceStatus, TrainerEnd, VersionStatus
+from agentrl.documents.status import (
+    EpochStatus,
+    EvaluationStatus,
+    ServiceStatus,
+    TrainerEnd,
+    VersionStatus,
+    Work,
+)
 
 PARENT: Final = "parent"
 """``_id`` of the document in a child's ``Run`` that names its parent."""
@@ -147,13 +155,14 @@ SETTINGS: Final = (
 IDENTITY: Final = "identity"
 """``_id`` in ``Settings`` of the run's random id, which tells it from another run of its name."""
 
-FLAGS: Final = ("sample", "train", "serve", "gateway")
-"""Roles whose resolved configuration is stored, as the first process of the role had it."""
+TRAIN_ROLE: Final = "train"
+FLAGS: Final = ("sample", TRAIN_ROLE, "serve", "gateway")
+"""Roles whose resolved configuration is stored: the first process's, and those of later trainers."""
 
 
 WeightEncoding = Literal["full", "delta", "adapter"]
 LiveKind = Literal["tensor", "distributed"]
-_FLAGS_PREFIX: Final = "flags/"
+FLAGS_PREFIX: Final = "flags/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +211,10 @@ class ImportList(Root):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings(Root):
-    """Settings of a concern, or flags of a role: inserted once, by the first process, and never changed."""
+    """Settings of a concern, or flags of a role: inserted once, by the first process, and never changed.
+
+    A trainer that starts with other flags than the trainer before it inserts a document of its own.
+    """
 
     id: str
     values: dict[str, Any]
@@ -225,12 +237,26 @@ class RunSettings(Root):
     @property
     def role(self) -> str | None:
         """The role whose flags these are; None for the settings of a concern."""
-        return self.id.removeprefix(_FLAGS_PREFIX) if self.id.startswith(_FLAGS_PREFIX) else None
+        is_flags = self.id.startswith(FLAGS_PREFIX)
+        return self.id.removeprefix(FLAGS_PREFIX).partition("@")[0] if is_flags else None
+
+    @property
+    def attempt(self) -> int:
+        """The trainer (``TrainerLease.attempt``) that began with these flags; 0: the first process."""
+        return int(self.id.partition("@")[2] or 0)
 
 
-def flags_key(role: str) -> str:
-    """Return the ``_id`` in ``Settings`` of a role's flags."""
-    return f"{_FLAGS_PREFIX}{role}"
+def flags_key(role: str, attempt: int = 0) -> str:
+    """Return the ``_id`` in ``Settings`` of a role's first flags, or of those that a trainer began with."""
+    return f"{FLAGS_PREFIX}{role}" + (f"@{attempt}" if attempt else "")
+
+
+def flags_at(starts: Iterable[RunSettings], attempt: int) -> RunSettings | None:
+    """Return the flags of the trainer that was ``attempt``, by the flags of all ``starts``, in their order.
+
+    A step names its trainer (``TrainStep.attempt``), so a resume from an earlier step needs no correction.
+    """
+    return next((item for item in reversed([*starts]) if item.attempt <= attempt), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,6 +307,20 @@ class SavedCheckpoint(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Doing(Document):
+    """What a trainer or a sampler does, as its last heartbeat says."""
+
+    work: Work
+    what: str = ""
+    """Follows the word: ``step 7``, or ``for the data of step 7``."""
+
+    @property
+    def shown(self) -> str:
+        """``training step 7``."""
+        return f"{self.work} {self.what}".rstrip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLease(Root):
     """The lease of the one trainer that may plan, commit and revert steps; ``attempt`` fences it."""
 
@@ -300,6 +340,8 @@ class TrainerLease(Root):
     output: str | None = None
     """Host and absolute path of the last trainer's output folder."""
     saved: SavedCheckpoint | None = None
+    doing: Doing | None = None
+    """What its holder does."""
 
     def is_held(self, at: datetime) -> bool:
         """Return whether a trainer holds the lease at the server's time ``at``."""
@@ -444,6 +486,7 @@ class SamplerProcess(Root):
     """When it began to drain, because of that or of a signal."""
     ended_at: datetime | None = None
     """When it ended; a dead one is given the time at which another sampler found it so."""
+    doing: Doing | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

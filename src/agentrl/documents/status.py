@@ -140,6 +140,17 @@ class EvaluationStatus(StrEnum):
     FINISHED = "finished"  # it has results; → RUNNING when the same evaluation is asked for again
 
 
+class Work(StrEnum):
+    """What a trainer or a sampler does. Its own heartbeat says so, and nothing else claims that it waits."""
+
+    STARTING = "starting"  # it loads what it works with
+    WAITING = "waiting"  # it can do nothing until another process has done something
+    SAMPLING = "sampling"  # it runs or scores trajectories
+    TRAINING = "training"  # it computes a step
+    PUBLISHING = "publishing"  # no step may begin before a version is published
+    SAVING = "saving"  # it writes the last checkpoint and the last version
+
+
 class TrainerEnd(StrEnum):
     """How the last trainer ended. Nothing is stored for one that failed or was killed."""
 

@@ -256,13 +256,18 @@ class TrainStep(Root):
 
     @property
     def attempt(self) -> int:
-        """The attempt of the run whose trainer made it."""
-        return int(self.id.split("/")[0])
+        """The attempt of the run whose trainer made it; it names the trainer's flags (``flags_at``)."""
+        return attempt_of(self.id)
 
     @property
     def own_data(self) -> tuple[str, ...]:
         """``data`` that this run holds: none for a recorded step."""
         return self.data if self.recorded is None else ()
+
+
+def attempt_of(step_id: str) -> int:
+    """Return the attempt of the run whose trainer made the step."""
+    return int(step_id.split("/")[0])
 
 
 BYTES_PER_TOKEN: Final = 4

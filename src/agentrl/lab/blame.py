@@ -16,6 +16,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -33,7 +34,7 @@ from agentrl.data.planner import packing_problem
 from agentrl.data.stream import VersionSteps, freshness_of, images_of, weigh
 from agentrl.distributed.fsdp import local_part
 from agentrl.documents.images import Image
-from agentrl.documents.run import Evaluation, PolicyVersion
+from agentrl.documents.run import Evaluation, PolicyVersion, RunSettings
 from agentrl.documents.status import VersionStatus
 from agentrl.documents.task import task_key
 from agentrl.documents.training import Checkpoint, DBRecordData, TrainStep
@@ -401,14 +402,17 @@ class Blame:
 async def blame(configs: Configs, named_a: str, named_b: str, progress: Parts) -> Blame:
     """Return the effect of each trajectory that the run trained between evaluations A and B.
 
-    ``configs`` has a BlameConfig too; flags of the trainer that are not given are those of the run. Raises
-    ConfigError if A is not before B, if no task changed as ``--changes`` says, or if no step lies between.
+    ``configs`` has a BlameConfig too; flags of the trainer that are not given are those that it had at each
+    step. Raises ConfigError if A is not before B, if no task changed as ``--changes`` says, or if no step
+    lies between.
     """
-    async with await open_existing(configs[RunConfig]) as store:
-        flags = configs[BlameConfig]
-        configs = await _configs_of_run(store, configs)
+    here = configs
+    async with await open_existing(here[RunConfig]) as store:
+        flags = here[BlameConfig]
         a, b = await find(store, named_a), await find(store, named_b)
         steps = await _steps_between(store, a, b)
+        made = await stored_flags(store, steps)
+        configs = _configs_of_run(made[steps[-1].id], here)
         tasks = await changed_tasks(store, configs, a, b, flags.changes)
         held_out = await held_out_data(store, configs, (a, b), tasks)
         available = await available_weights(store, configs)
@@ -424,13 +428,15 @@ async def blame(configs: Configs, named_a: str, named_b: str, progress: Parts) -
         effects: dict[str, Effect] = {}
         missing = 0
         for weights, chosen in plan.items():
-            found, lost = await measuring.at(weights, chosen)
-            gc.collect()  # the trainer, before the next one is loaded
-            missing += lost
-            for item in found:
-                before = effects.get(item.record)
-                more = 0.0 if before is None else before.effect
-                effects[item.record] = replace(item, effect=item.effect + more)
+            for stored, part in groupby(chosen, lambda step: made[step.id]):
+                alike = replace(measuring, configs=_configs_of_run(stored, here))
+                found, lost = await alike.at(weights, [*part])
+                gc.collect()  # the trainer, before the next one is loaded
+                missing += lost
+                for item in found:
+                    before = effects.get(item.record)
+                    more = 0.0 if before is None else before.effect
+                    effects[item.record] = replace(item, effect=item.effect + more)
     if not effects:
         raise ConfigError(
             f"the training data of steps {steps[0].step} to {steps[-1].step} are deleted",
@@ -449,9 +455,9 @@ async def blame(configs: Configs, named_a: str, named_b: str, progress: Parts) -
     )
 
 
-async def _configs_of_run(store: Store, here: Configs) -> Configs:
-    """Return the flags of the run's trainer, with those that are given here, for one process."""
-    stored, given = await stored_flags(store), public_flags(here)
+def _configs_of_run(stored: RunSettings, here: Configs) -> Configs:
+    """Return the flags of a trainer of the run, with those that are given here, for one process."""
+    given = public_flags(here)
     output = given["output_dir"] or stored.values.get("output_dir")
     own = {name: given[name] for name in here.given & given.keys()}
     flags = own | {"output_dir": output} | _ONE_PROCESS

@@ -89,9 +89,8 @@ async def check(run: RunConfig, arguments: argparse.Namespace) -> int:
     options = check_options(arguments)
     async with await open_existing(run) as store:
         if arguments.max_trained_count is None:
-            trainer = (await store.settings.resolved()).get("train")
-            stored = {} if trainer is None else trainer.values
-            options = replace(options, max_trained_count=stored.get("max_trained_count", 1))
+            counts = [item.values.get("max_trained_count", 1) for item in await store.settings.starts()]
+            options = replace(options, max_trained_count=max(counts, default=1))
         with progress(f"checking run {run.run_name}"):
             report = await Checks(store.connection).run(options)
     if arguments.json:

@@ -16,7 +16,6 @@ from agentrl.documents.run import (
     PolicyVersion,
     Relative,
     Withdrawn,
-    flags_key,
 )
 from agentrl.documents.status import StepStatus, TaskStatus, VersionStatus
 from agentrl.documents.task import CONVERSATIONS, Begin, record_task, task_key
@@ -48,7 +47,7 @@ from agentrl.store.mechanics.connection import (
 )
 from agentrl.store.mechanics.lease import literal
 from agentrl.store.schema import new_schema, prepare
-from agentrl.store.settings import Ancestry, copy_into
+from agentrl.store.settings import Ancestry, Settings, copy_into
 
 _PAGE = 1000
 _SPLIT = "train"
@@ -91,8 +90,8 @@ class Fork(Repository):
         if step is None and found:
             return found[max(found)]
         if step is None or step not in found:
-            flags = await self._collection(SETTINGS).find_one({"_id": flags_key("train")}) or {}
-            every = flags.get("values", {}).get("save_steps")
+            trainer = (await Settings(self._connection).resolved()).get("train")
+            every = None if trainer is None else trainer.values.get("save_steps")
             steps = ", ".join(map(str, sorted(found))) or "none"
             wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
             raise ConfigError(

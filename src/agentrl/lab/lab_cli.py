@@ -98,6 +98,9 @@ async def begin_fork(arguments: argparse.Namespace) -> int:
         work = Fork(store.connection)
         found = await work.checkpoint(parent_output, step)
         step, folder = found.state.step, found.folder.resolve()
+        last = [item for item in await store.steps.find(after=step - 1) if item.step == step]
+        for made in (await store.settings.of_steps(last)).values():
+            flags["train"] = made
         weights = await asyncio.to_thread(_weights_of, folder / "model")
         begun = Relative(id=PARENT, run=run.run_name, kind="fork", step=step, checkpoint=str(folder))
         with progress(f"forking run {run.run_name}, tasks") as bar:

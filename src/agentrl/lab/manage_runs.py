@@ -18,12 +18,12 @@ from agentrl.base.folder_owner import hand_over, require_alone
 from agentrl.config.schema import RunConfig
 from agentrl.documents.document import replace_surrogates
 from agentrl.documents.run import (
-    FLAGS,
+    FLAGS_PREFIX,
     PARENT,
     REMARKS,
     SCHEMA,
+    TRAIN_ROLE,
     RunFact,
-    RunSettings,
     flags_key,
 )
 from agentrl.documents.training import (
@@ -42,6 +42,7 @@ from agentrl.store.mechanics.connection import (
     Json,
     Repository,
     database_call,
+    id_prefix,
 )
 from agentrl.store.run_list import Runs
 from agentrl.store.schema import holds_run, prepare
@@ -105,9 +106,8 @@ class RunAdmin(Repository):
         weights that the run published, and one that another run of the server has too.
         """
         database = self._connection.database
-        stored = await self._collection(SETTINGS).find_one({"_id": flags_key("train")})
-        flags = {} if stored is None else RunSettings.from_document(stored).values
-        given = str(flags.get("output_dir") or f"output/{database.name}")
+        trainer = (await Settings(self._connection).resolved()).get(TRAIN_ROLE)
+        given = str((trainer and trainer.values.get("output_dir")) or f"output/{database.name}")
         newest = await self._collection(VERSION).find_one(await own_versions(database), sort=[("_id", -1)])
         try:
             folder = _output_at(Path(given), None if newest is None else newest["location"], verb)
@@ -120,7 +120,7 @@ class RunAdmin(Repository):
             return None
         owner = await Settings(self._connection).owner(makes=False)
         await asyncio.to_thread(require_alone, folder, owner, verb)
-        same = {"_id": flags_key("train"), "values.output_dir": given}
+        same = {"_id": {"$regex": f"^{flags_key(TRAIN_ROLE)}(@|$)"}, "values.output_dir": given}
         for name in set(await self._connection.databases()) - {database.name}:
             if await database.client[name][SETTINGS].find_one(same, {"_id": 1}) is not None:
                 raise ConfigError(f"{folder} is the output of run {name!r} too", hint=f"{verb} it by hand")
@@ -323,8 +323,8 @@ class Rename(Repository):
 
     async def _moves(self, *, begun: bool) -> Moves:
         """Return the run's folders. Raises ConfigError if one is not the run's alone, or a new one exists."""
-        flags = await self._old[SETTINGS].find_one({"_id": flags_key("train")}) or {}
-        values = flags.get("values", {})
+        trainer = (await Settings(self._connection).resolved()).get(TRAIN_ROLE)
+        values = {} if trainer is None else trainer.values
         output = Path(values.get("output_dir") or f"output/{self._names[0]}")
         folders = [output]
         if values.get("fallback_output_dir"):
@@ -345,17 +345,14 @@ class Rename(Repository):
 
     async def _rewrite_paths(self, moves: Moves) -> None:
         """Give the new database the run's new name and paths."""
-        for key in map(flags_key, FLAGS):
-            stored = await self._new[SETTINGS].find_one({"_id": key})
-            if stored is None:
-                continue
+        async for stored in self._new[SETTINGS].find({"_id": id_prefix(FLAGS_PREFIX)}):
             values, fields = stored["values"], {}
             if "run_name" in values:
                 fields["values.run_name"] = self._names[1]
             if values.get("output_dir"):
                 fields["values.output_dir"] = str(_renamed(Path(values["output_dir"]), *self._names))
             if fields:
-                await self._new[SETTINGS].update_one({"_id": key}, {"$set": fields})
+                await self._new[SETTINGS].update_one({"_id": stored["_id"]}, {"$set": fields})
         async for version in self._new[VERSION].find({}, {"location": 1}):
             for before, after in moves:
                 location, root = Path(version["location"]), before.resolve()

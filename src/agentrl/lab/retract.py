@@ -613,7 +613,7 @@ class _Call:
 
 async def _remove_log_lines(store: Store, run: RunConfig, names: Collection[str]) -> None:
     """Remove the log records that name something withdrawn, where processes of the run wrote them."""
-    stored = [each.values.get("log_dir") for each in (await store.settings.resolved()).values()]
+    stored = [each.values.get("log_dir") for each in await store.settings.flags()]
     for folder in sorted({run.log_dir, *(str(each) for each in stored if each)}):
         if lines := await asyncio.to_thread(remove_lines, Path(folder), run.run_name, names):
             print(f"{folder}: {lines:,} log records of {run.run_name} that named it are removed")

@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
@@ -400,6 +400,8 @@ class Transfer(Repository):
             await self._refuse_withdrawn(folder, manifest)
         imports = _values(folder, manifest, IMPORTS, lambda document: document.get("paths"))
         flags = _values(folder, manifest, SETTINGS, _code_of)
+        coded = _values(folder, manifest, SETTINGS, lambda item: [_of(item)] if _code_of(item) else [])
+        left_out = () if allow_modules else coded
         async with make_run(self._connection) as making:
             await prepare(self._connection.database)
             await self._collection(GATE).delete_many({})  # the run brings its own
@@ -407,7 +409,7 @@ class Transfer(Repository):
             for item in manifest.collections:
                 if item.collection == IMPORTS and not allow_modules:
                     continue
-                leaves_out = _code_of if item.collection == SETTINGS and not allow_modules else None
+                leaves_out = left_out if item.collection == SETTINGS else ()
                 imported = await self._import(folder / item.file, item.collection, leaves_out)
                 schema = imported if item.collection == RUN else schema
             version = None if schema is None else schema.get("version")
@@ -492,10 +494,11 @@ class Transfer(Repository):
                 return
             last = page[-1]["_id"]
 
-    async def _import(
-        self, file: Path, name: str, leaves_out: Callable[[Json], object] | None
-    ) -> Json | None:
-        """Insert a file's documents, without notes of children; return its schema document if it has one."""
+    async def _import(self, file: Path, name: str, leaves_out: Collection[str]) -> Json | None:
+        """Insert a file's documents, without notes of children; return its schema document if it has one.
+
+        ``leaves_out`` are the settings (``_of``) that are not inserted.
+        """
         if name not in await self._stored_collections():
             await self._connection.database.create_collection(name, check_exists=False)
         schema: list[Json] = []
@@ -503,7 +506,7 @@ class Transfer(Repository):
         async def documents() -> AsyncIterator[RawBSONDocument]:
             for raw in read_lines(file):
                 document = bson.decode(raw, CODEC) if name == RUN or leaves_out else {}
-                if leaves_out is not None and leaves_out(document):
+                if leaves_out and _of(document) in leaves_out:
                     continue
                 if document.get("_id") == SCHEMA:
                     schema.append(document)
@@ -540,6 +543,11 @@ def _values(
             named = of(bson.decode(raw, CODEC))
             found.update(map(str, named if isinstance(named, (list, frozenset)) else ()))
     return tuple(sorted(found))
+
+
+def _of(settings: Json) -> str:
+    """Return what a document of ``Settings`` belongs to: all flags of trainers go together."""
+    return str(settings.get("_id")).partition("@")[0]
 
 
 def _code_of(settings: Json) -> frozenset[str]:

@@ -24,7 +24,14 @@ from agentrl.documents.training import DBRecordData, TrainStep, readable_checkpo
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.lab.flags import parent_configs
 from agentrl.lab.rescore import Regrouping, regrouping_of
-from agentrl.lab.whatif_run import Floats, RecordedSettings, RecordedStream, stored_flags, token_weights
+from agentrl.lab.whatif_run import (
+    Floats,
+    RecordedSettings,
+    RecordedStream,
+    checkpoint_roots,
+    stored_flags,
+    token_weights,
+)
 from agentrl.losses.settings import LossSettings
 from agentrl.observe.plotting import COLORS
 from agentrl.observe.terminal import MISSING, finite, number, table
@@ -128,14 +135,13 @@ async def _child(
     store: Store, source: Store, relative: Relative, parents: Mapping[int, TrainStep], here: Configs
 ) -> ComparedChild:
     steps = {step.recorded.step: step for step in await store.steps.find() if step.recorded is not None}
-    configs = await _configs(source, here), await _configs(store, here)
     compared = [
         found
         for number in [at for at in sorted(steps) if at >= relative.since and at in parents][:_STEPS_COMPARED]
-        if (found := await _tokens(store, source, relative, (parents[number], steps[number]), configs))
+        if (found := await _tokens(store, source, relative, (parents[number], steps[number]), here))
     ]
     tokens = min(compared, key=lambda found: found.cosine, default=None)
-    layers, why = await _layers(store, source, steps, configs)
+    layers, why = await _layers(store, source, steps)
     return ComparedChild(
         name=store.run_name, changed=relative.changed, without=len(relative.without),
         steps=dict(sorted(steps.items())), tokens=tokens, layers=layers, no_layers=why,
@@ -143,15 +149,15 @@ async def _child(
 
 
 async def _layers(
-    store: Store, source: Store, steps: Mapping[int, TrainStep], configs: tuple[Configs, Configs]
+    store: Store, source: Store, steps: Mapping[int, TrainStep]
 ) -> tuple[Sequence[LayerDifference], str | None]:
     """Return how far the weights of the last step are apart, or why that is not known."""
     if not steps:
         return (), "the what-if has trained no step"
     last = max(steps)
     folders = []
-    for run, flags, step in ((source, configs[0], last), (store, configs[1], steps[last].step)):
-        folder = await _weights(run, flags, step)
+    for run, step in ((source, last), (store, steps[last].step)):
+        folder = await _weights(run, step)
         if folder is None:
             return (), (
                 f"the weights of step {last} of {run.run_name} are no longer stored; a what-if without other"
@@ -164,21 +170,21 @@ async def _layers(
         return (), error.message
 
 
-async def _configs(store: Store, here: Configs) -> Configs:
-    """Return the flags of a run's trainer."""
-    found = await stored_flags(store)
-    own = {"run_name": store.run_name, "output_dir": found.values.get("output_dir")}
-    return parent_configs(found.values, found.given, here).with_flags(own)
+async def _configs(store: Store, step: TrainStep, here: Configs) -> Configs:
+    """Return the flags of the trainer that made a step of a run."""
+    found = (await stored_flags(store, [step]))[step.id]
+    return parent_configs(found.values, found.given, here)
 
 
-async def _weights(store: Store, configs: Configs, step: int) -> Path | None:
+async def _weights(store: Store, step: int) -> Path | None:
     """Return a folder of this machine with the weights of a run after ``step``; None if none is stored."""
     for version in reversed(await store.policy_versions.all()):
         if version.step == step and version.is_full and version.pruned_at is None and step > 0:
             folder = Path(version.location)
             if await asyncio.to_thread(folder.is_dir):
                 return folder
-    found = await asyncio.to_thread(readable_checkpoints, Path(configs[RunConfig].output))
+    roots = await checkpoint_roots(store)
+    found = [item for root in roots for item in await asyncio.to_thread(readable_checkpoints, root)]
     own = {item.id for item in await store.steps.find()}
     alive = [item for item in found if own.issuperset(item.state.train_steps)]
     return next((item.model for item in alive if item.state.step == step), None)
@@ -186,9 +192,10 @@ async def _weights(store: Store, configs: Configs, step: int) -> Path | None:
 
 async def _tokens(
     store: Store, source: Store, relative: Relative, steps: tuple[TrainStep, TrainStep],
-    configs: tuple[Configs, Configs],
+    here: Configs,
 ) -> Tokens | None:  # fmt: skip
     """Compare the weights of the tokens of one step; None without stored statistics."""
+    configs = await _configs(source, steps[0], here), await _configs(store, steps[1], here)
     base = base_folder(configs[0][ModelConfig])
     vocabulary = int(architecture(base).get("vocab_size") or 2**31 - 1)
     weights: list[dict[str, Floats]] = []

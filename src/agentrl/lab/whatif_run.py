@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -245,20 +246,18 @@ async def _holder(source: Store, step: TrainStep) -> Store:
 
 @STEP_SOURCES.register("whatif")
 async def open_recorded(
-    store: Store, parent: Relative, configs: Configs, train_steps: Sequence[str], lead_in: int | None
+    store: Store, parent: Relative, configs: Configs, train_steps: Sequence[str], last: int | None
 ) -> RecordedStream:
-    """Return the stream of the parent's steps that a what-if has still to train.
+    """Return the stream of the parent's steps that a what-if has still to train with these flags.
 
-    ``train_steps`` are the ``_id`` of the steps in its weights. ``lead_in`` is the last step before its own
-    flags hold, where only the steps up to it are to be trained.
+    ``train_steps`` are the ``_id`` of the steps in its weights. In another order the flags stay at their
+    places, as the learning rate does: as many steps are trained with them as in the parent, up to ``last``.
     """
-    source = store.beside(parent.run)
-    own = {step.id: step.recorded.step for step in await store.steps.find() if step.recorded is not None}
-    done = {own[id] for id in train_steps if id in own}
-    last = parent.steps[-1] if lead_in is None else lead_in
-    steps = [step for step in await source.steps.find(after=parent.step) if step.step <= last]
+    source, last = store.beside(parent.run), last or parent.steps[-1]
+    steps = [step for step in await source.steps.find(after=parent.step) if step.step <= parent.steps[-1]]
     ordered = order_steps(steps, parent)
-    trained = max((place for place, step in enumerate(ordered, 1) if step.step in done), default=0)
+    trained = await _trained_places(store, ordered, train_steps)
+    until = sum(step.step <= last for step in steps)
     train, sampling = configs[TrainConfig], configs[SamplingConfig]
     scoring = Regrouping(
         scorer_timeout_seconds=sampling.scorer_timeout_seconds, agent_config_path=sampling.agent_config_path
@@ -267,7 +266,14 @@ async def open_recorded(
         freshness=freshness_of(configs), whitens=train.advantage_whitening == "batch",
         verifies=train.verify_data, regrouping=regrouping_of(parent, scoring), since=parent.since,
     )  # fmt: skip
-    return RecordedStream(source, ordered[trained:], settings, last=last)
+    return RecordedStream(source, ordered[trained:until], settings, last=last)
+
+
+async def _trained_places(store: Store, ordered: Sequence[TrainStep], train_steps: Collection[str]) -> int:
+    """Return how many of the parent's steps, in the order of the what-if, are behind its ``train_steps``."""
+    own = {step.id: step.recorded.step for step in await store.steps.find() if step.recorded is not None}
+    done = {own[id] for id in train_steps if id in own}
+    return max((place for place, step in enumerate(ordered, 1) if step.step in done), default=0)
 
 
 def order_steps(steps: Sequence[TrainStep], relative: Relative) -> list[TrainStep]:
@@ -337,25 +343,42 @@ _COMPARED = ("loss", "grad_norm", "lr", "kl_k3", "entropy", "reward")
 def train_again(parent: str, child: str | None, here: Configs) -> str:
     """Train stored steps of the run ``parent`` with the flags that are given in ``here``; return the child.
 
-    ``here`` has a WhatIfConfig too. ``child`` is its name; None: the next free one. The steps between the
-    parent's checkpoint and the first one are trained before, with the parent's flags. Every rank of a launch
-    calls it; a second call goes on. Writes nothing of the parent but the note of its child. Raises
+    ``here`` has a WhatIfConfig too. ``child`` is its name; None: the next free one. The other flags are those
+    that the parent's trainer had at the step. The steps between the parent's checkpoint and the first one
+    are trained before, with the parent's flags. Every rank of a launch calls it; a second call goes on.
+    Writes nothing of the parent but the note of its child. Raises
     ConfigError for steps that the parent does not have and for a child with other settings, TrainingError if
     data of the steps are gone.
     """
     begun = asyncio.run(_begin(parent, child, here))
-    import torch
+    from agentrl.train.start import Part, run_trainer
 
-    from agentrl.train.start import LeadIn, run_trainer
-
-    if begun.threads not in (None, torch.get_num_threads()):
-        logger.info("computes with the threads of %s's trainer: %d", parent, begun.threads)
-        torch.set_num_threads(begun.threads)
-    relative = begun.relative
-    run_trainer(begun.child, LeadIn(begun.parent, relative.since - 1) if begun.lacks_lead_in else None)
+    relative, *others, end = begun.relative, *begun.stretches
+    run_trainer(
+        *(Part(configs=item.child, last=item.last, threads=item.threads) for item in others),
+        Part(configs=end.child, threads=end.threads),
+    )
     is_same = not relative.changed and not relative.without
     asyncio.run(_report_equality(begun, relative.steps[-1] if is_same else relative.since - 1))
-    return begun.child[RunConfig].run_name
+    return end.child[RunConfig].run_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """Consecutive steps of a run that are trained with the same flags."""
+
+    parent: Configs
+    """The flags of the trainer that made them."""
+    child: Configs
+    """Those with which they are trained again."""
+    threads: int | None
+    """Those of that trainer; None: it has not stored them."""
+    last: int
+
+    @property
+    def flags(self) -> tuple[Any, ...]:
+        """What all of its steps have in common."""
+        return self.parent.flags, self.child.flags, self.threads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,67 +386,85 @@ class _Begun:
     """A child that may be trained."""
 
     relative: Relative
-    parent: Configs
-    """The parent's flags, in the child's folder and database."""
-    child: Configs
-    threads: int | None
-    """Those of the parent's trainer; None: it has not stored them."""
-    lacks_lead_in: bool
-    """Whether steps before the first one are still to be trained as the parent trained them."""
+    stretches: Sequence[Stretch]
+    """What is left to train, one at least, in the child's folder and database."""
 
 
 async def _begin(parent_name: str, child_name: str | None, here: Configs) -> _Begun:
     """Begin the child, or find it begun with the same settings."""
     run = replace(here[RunConfig], run_name=parent_name)
     async with await open_existing(run) as source:
-        steps, stored = await _trained_steps(source), await stored_flags(source)
-        roots = await _roots(source, stored.values)
-        parent = parent_configs(stored.values, stored.given, here)
-        child = child_configs(parent, here)
-        _require_usable(child, here.given)
-        wanted = _wanted(parent_name, here[WhatIfConfig], steps, roots, parent, child)
+        steps = await _trained_steps(source)
+        wanted = await _wanted(source, here, steps)
         from agentrl.distributed.mesh import is_first_rank
 
         name = child_name or await _free_name(source, run, wanted)
         own = {"run_name": name, "output_dir": run.output_dir or f"output/{name}"}
-        parent, child = parent.with_flags(own), child.with_flags(own)
         if is_first_rank():
             left = [step for step in steps if wanted.step < step.step <= wanted.steps[-1]]
             await _require_records(source, wanted.without)
             await require_data(source, left, frozenset(wanted.without))
-            await _begin_child(source, wanted, child)
+            await _begin_child(source, wanted, replace(run, run_name=name))
         relative = await _await_child(source, wanted, name)
-    async with await open_store(child[RunConfig]) as store:
-        lacks = await _lacks_lead_in(store, relative, parent)
-    return _Begun(relative=relative, parent=parent, child=child, threads=stored.threads, lacks_lead_in=lacks)
+        left = [step for step in steps if relative.step < step.step <= relative.steps[-1]]
+        found = await stretches(source, left, here, relative.since)
+        found = [replace(item, child=item.child.with_flags(own)) for item in found]
+    async with await open_store(found[-1].child[RunConfig]) as store:
+        trained = await _trained(store, relative, found[-1].child, left)
+    untrained = [item for item in found[:-1] if sum(step.step <= item.last for step in left) > trained]
+    if untrained and untrained[0].last < relative.since:
+        logger.info(
+            "steps %d-%d are trained before, as %s trained them: %s",
+            relative.step + 1, relative.since - 1, relative.run,
+            f"{relative.checkpoint} is its last checkpoint below" if relative.checkpoint
+            else "it has no checkpoint below, and they begin with the base model",
+        )  # fmt: skip
+    return _Begun(relative=relative, stretches=[*untrained, found[-1]])
 
 
-def _wanted(
-    run_name: str,
-    flags: WhatIfConfig,
-    steps: Sequence[TrainStep],
-    roots: Sequence[Path],
-    parent: Configs,
-    child: Configs,
-) -> Relative:
+async def stretches(source: Store, steps: Sequence[TrainStep], here: Configs, since: int) -> list[Stretch]:
+    """Return ``steps``, in their order, by the flags of the trainer that made them.
+
+    From step ``since`` on the flags that are given ``here`` are changed. Raises ConfigError for a step whose
+    flags are not stored, and for flags with which none could be trained.
+    """
+    found: list[Stretch] = []
+    stored = await stored_flags(source, steps)
+    for (flags, is_own), part in groupby(steps, lambda step: (stored[step.id], step.step >= since)):
+        parent = parent_configs(flags.values, flags.given, here)
+        child = child_configs(parent, here) if is_own else parent
+        if is_own:
+            _require_usable(child, here.given)
+        item = Stretch(parent=parent, child=child, threads=flags.threads, last=[*part][-1].step)
+        if found and found[-1].flags == item.flags and (found[-1].last >= since) == is_own:
+            del found[-1]
+        found.append(item)
+    return found
+
+
+async def _wanted(source: Store, here: Configs, steps: Sequence[TrainStep]) -> Relative:
     """Return what the child is to its parent. Raises ConfigError for steps that the parent does not have."""
+    flags = here[WhatIfConfig]
     first, last = flags.first_and_last or (1, steps[-1].step)
     require(
         last <= steps[-1].step,
-        f"--steps ends with {last}, and run {run_name!r} has trained {steps[-1].step} steps",
+        f"--steps ends with {last}, and run {source.run_name!r} has trained {steps[-1].step} steps",
         f"give steps up to {steps[-1].step}",
     )
-    changed = changes(parent, child, LossSettings.of_run(child))
+    own = await stretches(source, [step for step in steps if first <= step.step <= last], here, first)
+    changed: dict[str, Any] = {}
+    for item in own:
+        changed |= changes(item.parent, item.child, LossSettings.of_run(item.child))
     if flags.scorer is not None:
         allow(scorer_weights(flags.scorer))
         require_scorer(flags.scorer)
         changed[SCORER] = [None, flags.scorer]
     if flags.order_seed:
         changed[ORDER_SEED] = [0, flags.order_seed]
-    found = _newest_below(roots, steps, first - 1, parent)
+    found = _newest_below(await checkpoint_roots(source), steps, first - 1, own[-1].parent)
     return Relative(
         id=PARENT,
-        run=run_name,
+        run=source.run_name,
         kind="whatif",
         step=0 if found is None else found.state.step,
         checkpoint="" if found is None else str(found.folder.resolve()),
@@ -479,23 +520,26 @@ async def _trained_steps(source: Store) -> list[TrainStep]:
     return steps
 
 
-async def stored_flags(source: Store) -> RunSettings:
-    """Return the flags of a run's trainer, with the rules of its groups as its samplers had them."""
-    found = (await source.settings.resolved()).get("train")
-    if found is None:
+async def stored_flags(source: Store, steps: Sequence[TrainStep]) -> dict[str, RunSettings]:
+    """Return {``_id`` of a step: the flags of its trainer, with the rules of groups as samplers had them}."""
+    found = await source.settings.of_steps(steps)
+    if unknown := [step.step for step in steps if step.id not in found]:
         raise ConfigError(
-            f"run {source.run_name!r} does not hold the flags of its trainer",
+            f"run {source.run_name!r} does not hold the flags of the trainer of step {unknown[0]}",
             hint="a run keeps them since its trainer first started; train it with this version of AgentRL",
         )
     groups = (await source.settings.all()).get("groups")
-    return found if groups is None else replace(found, values=found.values | groups.values)
+    rules = {} if groups is None else groups.values
+    starts = {id(item): replace(item, values=item.values | rules) for item in found.values()}
+    return {key: starts[id(item)] for key, item in found.items()}
 
 
-async def _roots(source: Store, flags: Mapping[str, Any]) -> list[Path]:
-    """Return the folders that may hold a checkpoint of the parent's weights."""
-    output = Path(str(flags.get("output_dir") or f"output/{source.run_name}"))
+async def checkpoint_roots(source: Store) -> list[Path]:
+    """Return the folders that may hold a checkpoint of the run's weights: those of its trainers."""
+    outputs = [item.values.get("output_dir") for item in reversed(await source.settings.starts())]
     ancestors = [Path(each.checkpoint).parent for each in await source.ancestry.lineage() if each.checkpoint]
-    return [output, *ancestors]
+    default = f"output/{source.run_name}"
+    return [*dict.fromkeys(Path(str(output or default)) for output in outputs or [None]), *ancestors]
 
 
 def _newest_below(
@@ -529,10 +573,10 @@ def _is_same(one: Relative, other: Relative) -> bool:
     )  # fmt: skip
 
 
-async def _begin_child(source: Store, wanted: Relative, child: Configs) -> None:
+async def _begin_child(source: Store, wanted: Relative, child: RunConfig) -> None:
     """Create the child's database with the parent's settings. ConfigError if the name is another run's."""
-    name = child[RunConfig].run_name
-    async with await open_store(child[RunConfig]) as store:
+    name = child.run_name
+    async with await open_store(child) as store:
         begun = await store.ancestry.parent()
         if begun is not None and begun.run == wanted.run and _is_same(begun, wanted):
             return
@@ -570,7 +614,7 @@ async def _report_equality(begun: _Begun, last: int) -> None:
 
     if not is_first_rank():
         return
-    async with await open_store(begun.child[RunConfig]) as store:
+    async with await open_store(begun.stretches[-1].child[RunConfig]) as store:
         own = {step.recorded.step: step for step in await store.steps.find() if step.recorded is not None}
         steps = await store.beside(begun.relative.run).steps.find()
     pairs = [(step, own[step.step]) for step in steps if step.step in own and step.step <= last]
@@ -587,23 +631,12 @@ async def _report_equality(begun: _Begun, last: int) -> None:
         logger.info("%d steps are those of %s bit for bit", len(pairs), begun.relative.run)
 
 
-async def _lacks_lead_in(store: Store, relative: Relative, configs: Configs) -> bool:
-    """Return whether steps before ``since`` are still to be trained: no checkpoint of the child has them."""
+async def _trained(store: Store, relative: Relative, configs: Configs, left: Sequence[TrainStep]) -> int:
+    """Return how many of the parent's steps ``left`` the newest checkpoint of the child has trained."""
     from agentrl.train import checkpoint
 
-    if relative.since <= relative.step + 1:
-        return False
     steps = await store.steps.find(status=None)
     run, base = configs[RunConfig], base_folder(configs[ModelConfig])
     found = checkpoint.find(Path(run.output), "auto", steps, run_name=run.run_name, base=base)
-    held = set(() if found is None else found.state.train_steps)
-    own = (step.recorded.step for step in steps if step.id in held and step.recorded is not None)
-    if max(own, default=0) >= relative.since - 1:
-        return False
-    logger.info(
-        "steps %d-%d are trained before, as %s trained them: %s",
-        relative.step + 1, relative.since - 1, relative.run,
-        f"{relative.checkpoint} is its last checkpoint below" if relative.checkpoint
-        else "it has no checkpoint below, and they begin with the base model",
-    )  # fmt: skip
-    return True
+    held = () if found is None else found.state.train_steps
+    return await _trained_places(store, order_steps(left, relative), held)

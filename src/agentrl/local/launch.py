@@ -22,6 +22,7 @@ from typing import Any
 
 from agentrl.base.installation import require, shipped_files
 from agentrl.base.processes import (
+    Ending,
     StoppedBySignalError,
     SupervisedProcess,
     Supervisor,
@@ -57,8 +58,11 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.config.training import VERSION_LOGPROBS
+from agentrl.documents.run import Doing
+from agentrl.documents.status import StepStatus, Work
 from agentrl.documents.task_presets import TaskRows
 from agentrl.errors import (
+    AgentRLError,
     ConfigError,
     DependencyKind,
     LeaseHeldError,
@@ -72,6 +76,7 @@ from agentrl.local.mongod import EmbeddedMongo
 from agentrl.local.placement import GIB, Numbers, Placement, place_processes, ranges
 from agentrl.losses.settings import LossSettings, check_loss
 from agentrl.observe.begin_run import check_run
+from agentrl.observe.progress import seconds_of
 from agentrl.rollout.load_tasks import is_address, read_task_source
 from agentrl.rollout.setup import require_extensions
 from agentrl.store.client import Store, open_existing
@@ -414,6 +419,7 @@ def prepare(command: str, flags: Sequence[str], configs: Configs, variables: Map
         inf_mem_ratio=configs[EngineConfig].inf_mem_ratio,
         drain_seconds=configs[ClaimConfig].drain_seconds,
         placement=placement,
+        run=run if command == "train" and command in roles else None,
     )
 
 
@@ -513,7 +519,7 @@ async def _explained(store: Store, configs: Configs, error: LeaseHeldError) -> L
     trainer = await store.trainer_lease.read()
     running = [
         *(f"engine at {engine.url} (process {engine.pid} on {engine.host})" for engine in alive.live_engines),
-        *(f"sampler {owner} ({slots} trajectories)" for owner, slots in sorted(alive.claims.items())),
+        *(f"sampler {owner} ({alive.held(owner)} trajectories)" for owner in alive.samplers),
     ]
     return LeaseHeldError(
         "\n  ".join([f"run {run!r} is running already; nothing is started: {error.message}", *running]),
@@ -594,6 +600,12 @@ def units_server() -> tuple[list[str], dict[str, str]]:
 
 _BESIDE_ENGINE = 0.45
 """Fraction of a GPU's memory for each of two engines on it, without ``--inf_mem_ratio``."""
+_ENDING_SECONDS = 5.0
+"""Limit of the look for how long the trainer needs to end."""
+_MEASURED = 8
+"""Last steps whose longest tells how long the next one takes."""
+_CHECKPOINT_SIZE = 3.0
+"""Bytes of a checkpoint, in bytes of a version."""
 _SERVING_SECONDS = 60.0
 """How long the trainer's start waits for an engine, at most."""
 
@@ -628,6 +640,8 @@ class RunPlan:
     """None on a machine without GPUs: all processes then get this one's environment."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables of every process."""
+    run: RunConfig | None = None
+    """The run whose trainer is the main process; None without a trainer."""
 
     def report(self, text: str) -> None:
         """Print a line about the run."""
@@ -655,7 +669,8 @@ def run_processes(
     is in a log, and their failure changes nothing. Raises ConfigError for a process that cannot run as it is
     configured, and AgentRLError for one that has crashed too often.
     """
-    supervisor = Supervisor(plan.report)
+    run = plan.run
+    supervisor = Supervisor(plan.report, lambda: None if run is None else asyncio.run(trainer_ending(run)))
     helpers, main = processes_of(plan)
     try:
         for member in helpers:
@@ -676,7 +691,8 @@ def run_processes(
             _run_beside(supervisor, plan, main, closing)
         return code
     except StoppedBySignalError:
-        plan.report("stopping: a trainer finishes its step and saves; the same command resumes")
+        saves = "the trainer finishes its step and saves; " if run is not None else ""
+        plan.report(f"stopping: {saves}the same command resumes; Ctrl-C again ends all processes at once")
         raise
     finally:
         supervisor.stop(plan.drain_seconds)
@@ -694,6 +710,45 @@ def _run_beside(
         code = supervisor.run_main(member, deadline=time.monotonic() + _BESIDE_SECONDS)
         if code != 0:
             plan.report(f"the evaluation ended with exit code {code}: {exit_reason(log)}")
+
+
+async def trainer_ending(run: RunConfig) -> Ending | None:
+    """Return how long the trainer of a run needs to finish its step and save; None if it has nothing to save.
+
+    By the step that it has planned, what its heartbeat says, and the last steps and checkpoints.
+    """
+    try:
+        async with asyncio.timeout(_ENDING_SECONDS), await open_existing(run) as store:
+            lease, steps = await store.trainer_lease.read(), await store.steps.metrics(_MEASURED)
+            last = max(steps, default=0)
+            planned = await store.steps.find(after=last, status=StepStatus.PLANNED)
+            at = await store.connection.server_time()
+    except RunMissingError:
+        return None
+    except (AgentRLError, TimeoutError):
+        return Ending(what="the trainer has saved its step")
+    begun = [step for step in planned if step.attempt == lease.attempt]
+    doing = Doing(work=Work.STARTING) if lease.doing is None else lease.doing
+    is_training = bool(begun) or doing.work is Work.TRAINING
+    if not lease.is_held(at) or not (is_training or steps) or (doing.work is Work.STARTING and not begun):
+        return None
+    what = f"step {last + 1} is trained and saved" if is_training else f"step {last} is saved"
+
+    def longest(measure: Callable[[Mapping[str, float]], float | None]) -> float | None:
+        return max(filter(None, map(measure, steps.values())), default=None)
+
+    training = longest(lambda step: (seconds_of(step) or 0.0) - step.get("seconds_data", 0.0))
+    publishing = longest(lambda step: step.get("seconds_publish_background"))
+    saving = longest(lambda step: step.get("seconds_save_background"))
+    if saving is None and publishing is not None:
+        saving = _CHECKPOINT_SIZE * publishing
+    if training is None or saving is None:
+        return Ending(what=what)
+    done = (at - begun[0].planned_at).total_seconds() if begun else 0.0
+    writing = saving + (publishing or 0.0)
+    left = max(0.0, training - max(0.0, done)) if is_training else 0.0
+    # Allow for a step in any case: one may have begun since the last heartbeat.
+    return Ending(what=what, seconds=left + writing, longest=training + writing)
 
 
 def processes_of(plan: RunPlan) -> tuple[list[SupervisedProcess], SupervisedProcess | None]:
@@ -746,7 +801,9 @@ def processes_of(plan: RunPlan) -> tuple[list[SupervisedProcess], SupervisedProc
     if plan.main is None:
         return helpers, None
     trainer = placement.trainer if placement is not None else ()
-    return helpers, SupervisedProcess("main", plan.main, None, environment(trainer or others, computes=True))
+    # torchrun kills its ranks after 30 s by itself; here the supervisor decides, by the length of a step.
+    env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "86400", **environment(trainer or others, computes=True)}
+    return helpers, SupervisedProcess("main", plan.main, None, env)
 
 
 def agentrl_command(command: str, flags: Sequence[str]) -> list[str]:

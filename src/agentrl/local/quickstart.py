@@ -771,6 +771,7 @@ def _plan(
         has_demo_tools=True,
         # With one arena, memory that a thread has freed is used by the next one: processes stay smaller.
         variables={"MALLOC_ARENA_MAX": "1", "HF_HUB_OFFLINE": "1"},
+        run=RunConfig(run_name=run.name),
     )
 
 

@@ -17,7 +17,9 @@ from agentrl.config.agreement import (
 )
 from agentrl.config.load import Configs
 from agentrl.config.schema import ModelConfig, TaskConfig
+from agentrl.documents.run import RunSettings, flags_key
 from agentrl.observe.logging import redact
+from agentrl.store.settings import settings_document
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -34,30 +36,50 @@ async def begin_run(
     resolved: Mapping[str, Any] | None = None,
     *,
     threads: int | None = None,
-) -> None:
+) -> RunSettings:
     """Store ``agreed`` as the run's settings, or raise ConfigError if they contradict the stored ones.
 
     Call it before anything is claimed, loaded or trained. The first process of a role also stores its
-    resolved configuration: its flags except secret ones, with the values of ``agreed`` and ``resolved`` for
-    flags that were not given, the versions of packages, and a trainer's ``threads``. A later process logs
-    a warning for each flag that differs although data stay right.
+    ``resolved_flags``. A later process logs a warning for each flag that differs although data stay right.
+    Return the resolved flags: a trainer stores them at its start (``Settings.start``).
     """
     for concern, values in agreed.items():
         await store.settings.begin(concern, values, role)
     await _check_group_size(store, configs, agreed)
+    own = resolved_flags(configs, role, agreed, resolved, threads=threads)
+    differing = await store.settings.join(
+        role, own.values, given=own.given, packages=own.packages or {}, threads=threads,
+        per_process=per_process_flags(),
+    )  # fmt: skip
+    for line in differing:
+        logger.warning("this process differs from the run: %s", line)
+    return own
+
+
+def resolved_flags(
+    configs: Configs,
+    role: str,
+    agreed: AgreedSettings,
+    resolved: Mapping[str, Any] | None = None,
+    *,
+    threads: int | None = None,
+) -> RunSettings:
+    """Return the configuration of this process as a run stores it: its flags, except secret ones.
+
+    With the values of ``agreed`` and ``resolved`` for flags that were not given, the versions of packages,
+    and a trainer's ``threads``.
+    """
     flags = public_flags(configs)
     for values in (*agreed.values(), dict(resolved or {})):
         flags |= {name: value for name, value in values.items() if name in flags}
-    differing = await store.settings.join(
-        role,
+    return settings_document(
+        flags_key(role),
         {name: redact(value) if isinstance(value, str) else value for name, value in flags.items()},
-        given=configs.given,
+        role,
+        given=tuple(sorted(configs.given)),
         packages=package_versions(),
         threads=threads,
-        per_process=per_process_flags(),
     )
-    for line in differing:
-        logger.warning("this process differs from the run: %s", line)
 
 
 async def check_run(

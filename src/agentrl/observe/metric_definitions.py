@@ -97,6 +97,7 @@ SECTIONS: Final[dict[str, tuple[MetricDefinition, ...]]] = {
         _("seconds_optimizer", "clipping and the optimizer", "s", "below a tenth of the step"),
         _("seconds_publish", "waiting for the publication of the step before", "s", "near 0"),
         _("seconds_publish_background", "writing the newest version, beside training", "s", "below the step"),
+        _("seconds_save_background", "writing the newest checkpoint, beside training", "s", "below --save_steps steps"),
         _("published_bytes", "bytes of the newest version's files", "bytes", "few: whole weights are most"),
         _("seconds_device", "with --colocate: waiting until the engine gives the device, and moving weights and moments", "s", "below a tenth of the step"),
     ),

@@ -14,6 +14,8 @@ from agentrl.columns.outages import Outages, report_outages
 from agentrl.columns.pool import Pool, SlotLeases, bounded
 from agentrl.columns.scores import QueuedScores
 from agentrl.config.schema import ClaimConfig
+from agentrl.documents.run import Doing
+from agentrl.documents.status import Work
 from agentrl.documents.task import Claim
 from agentrl.environments.environment import environment_of, full_environments
 from agentrl.errors import ToolServerError, tool_server
@@ -22,6 +24,7 @@ from agentrl.rollout.preflight import require_tools
 from agentrl.rollout.worker import Worker
 from agentrl.store.claims import GroupLimit
 from agentrl.store.epochs import Selection
+from agentrl.store.services import SCORING
 from agentrl.tools.pool import ToolPool
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 15.0
 """Longest interval of looks for new groups, which no change has announced."""
 
+_A_GROUP = "for a group that it may sample"
 _WORK = ("Task", "DBRecordData")
 _TRAINING = ("TrainStep", "PolicyVersion")
 _WATCH_SECONDS = 60.0
@@ -82,11 +86,12 @@ class Sampler(SlotLeases):
         self._outages = worker.outages
         self._pool = Pool(store, self, config.claims, config.concurrency)
         self._tails = None if config.cut_after is None else Tails(store, self._pool, config.cut_after)
-        scores = QueuedScores(worker.scoring, split=config.split, owner=f"{config.owner}-scoring")
+        scores = QueuedScores(worker.scoring, split=config.split, owner=f"{config.owner}{SCORING}")
         self._scores = Pool(store, scores, config.claims, config.scorings)
         self._scoring_ended = asyncio.Event()
         self._late = LateServers(worker.tools, worker.outages, worker.sampling.outage_wait_seconds)
         self._has_claimed = False
+        self._waits_for = _A_GROUP
         self._has_changed = False
         """Whether a change since the last claim may have made work."""
         self._misses = 0
@@ -98,6 +103,13 @@ class Sampler(SlotLeases):
         self._housekeeping = Housekeeping(
             store, finalizer, config.plan, split=config.split, claims=config.claims, made_work=self._changed
         )
+
+    @property
+    def doing(self) -> Doing:
+        """What this sampler does now."""
+        if len(self._pool) or len(self._scores):
+            return Doing(work=Work.SAMPLING)
+        return Doing(work=Work.WAITING, what=self._waits_for)
 
     @property
     def scored(self) -> int:
@@ -162,11 +174,13 @@ class Sampler(SlotLeases):
         ``LAG_SECONDS`` at least.
         """
         opens, self._has_changed = self._has_changed or time.monotonic() >= self._look_at, False
-        claim = None
+        claim, self._waits_for = None, "until what its trajectories need is up"
         if not self._outages.blocks_claims(len(self._pool)):
             if opens:
                 self._look_at = time.monotonic() + LOOK_SECONDS
             limit = await self._limit() if opens else 0
+            is_behind = isinstance(limit, GroupLimit) and limit.engines_lag
+            self._waits_for = "until an engine serves the newest version" if is_behind else _A_GROUP
             # Ask what is down only now: it may have gone down while the limit was read.
             needs = self._outages.needs_down(of_new=True)
             full = full_environments(held.task for held in self._pool.claims)

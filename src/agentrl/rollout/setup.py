@@ -40,7 +40,7 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.data.finalize_group import TRAIN_SPLIT
-from agentrl.documents.run import InferenceService
+from agentrl.documents.run import Doing, InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.environments.environment import use_containers
@@ -378,12 +378,12 @@ async def sample(configs: Configs) -> None:
                     return await admission.groups_allowed(store, router.engines.policy_versions())
 
                 sampler = Sampler(store, worker, finalizer, config, groups_allowed)
-                async with background(_stay_listed(store, config.owner, stop)):
+                async with background(_stay_listed(store, config.owner, stop, lambda: sampler.doing)):
                     await sampler.run(stop, at_once)
 
 
-async def _stay_listed(store: Store, owner: str, stop: asyncio.Event) -> None:
-    """List the sampler ``owner`` among those of the run until cancelled; set ``stop`` if it is to drain.
+async def _stay_listed(store: Store, owner: str, stop: asyncio.Event, doing: Callable[[], Doing]) -> None:
+    """List the sampler ``owner`` and what it does until cancelled; set ``stop`` if it is to drain.
 
     An outage of the database is only logged: an error would cancel the sampler while it releases its claims.
     """
@@ -394,7 +394,9 @@ async def _stay_listed(store: Store, owner: str, stop: asyncio.Event) -> None:
         while True:
             was_stopping = stop.is_set()
             with log_store_errors(logger, "the heartbeat of this sampler could not be sent", outages=True):
-                asked_by = await store.samplers.beat(owner, host=host, pid=pid, is_draining=was_stopping)
+                asked_by = await store.samplers.beat(
+                    owner, host=host, pid=pid, is_draining=was_stopping, doing=doing()
+                )
                 if asked_by is not None and not was_stopping:
                     logger.info("this sampler drains", extra={"by": asked_by})
                     stop.set()

@@ -121,20 +121,18 @@ def _trainer(run: RunSnapshot) -> Text:
     lease = run.lease
     if lease.owner is None:
         return Text("none" if lease.ended is None else str(lease.ended), style="dim")
-    name = excerpt(lease.owner, 60)
+    name = excerpt(lease.owner, 60) + (f", {lease.doing.shown}" if lease.doing and run.trainer_alive else "")
     return Text(name) if run.trainer_alive else Text(f"{name}, ended or silent", style="yellow")
 
 
 def _samplers(run: RunSnapshot) -> Text:
-    claims, states = run.liveness.claims, run.liveness.sampler_states
-    others = f"; {run.liveness.ending}" if run.liveness.ending else ""
-    if not claims:
-        last = age(run.liveness.last_claim, run.at)
-        return Text(f"none holds a claim; the last trajectory began {last}{others}")
-    shown = {name: f", {state}" for name, state in states.items() if state != "running"}
-    names = [f"{excerpt(name, 40)} ({count}{shown.get(name, '')})" for name, count in claims.items()]
+    live = run.liveness
+    if not live.samplers:
+        return Text(f"none is alive; the last trajectory began {age(live.last_claim, run.at)}")
+    names = [f"{excerpt(name, 40)} ({live.held(name)}, {what})" for name, what in live.samplers.items()]
     more = f", {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    total = sum(claims.values())
+    others = f"; {live.ending}" if live.ending else ""
+    total = sum(live.claims.values())
     return Text(f"{len(names)} with {total} claims: {', '.join(names[:_NAMES_SHOWN])}{more}{others}")
 
 
@@ -232,7 +230,10 @@ def amount(size: float) -> str:
 def status_json(run: RunSnapshot, *, output_free: int | None) -> dict[str, Any]:
     """Return the value of ``agentrl status``; docs/commands.md lists its keys."""
     lease, engines = run.lease, [item for item in run.engines if item.status is not ServiceStatus.STOPPED]
-    trainer = {"owner": lease.owner, "host": lease.host, "pid": lease.pid, "alive": run.trainer_alive}
+    trainer = {
+        "owner": lease.owner, "host": lease.host, "pid": lease.pid, "alive": run.trainer_alive,
+        "doing": None if lease.doing is None else lease.doing.shown,
+    }  # fmt: skip
     return {
         **common_json(run),
         "activity": run.activity,
@@ -260,6 +261,7 @@ def common_json(run: RunSnapshot) -> dict[str, Any]:
         "children": to_json(run.children),
         "samplers": to_json(run.liveness.claims),
         "sampler_states": to_json(run.liveness.sampler_states),
+        "sampler_work": run.liveness.samplers,
         "outages": to_json(run.liveness.outages),
         "failures": to_json(run.failures),
         "continued": to_json(run.continued),
@@ -513,10 +515,10 @@ def _data(details: RunDetails) -> Iterator[Table]:
 
 def _processes(run: RunSnapshot) -> Iterator[Table]:
     yield table_of(
-        "Samplers that hold claims (split train)", run.liveness.claims.items(),
+        "Samplers (split train)", run.liveness.samplers.items(),
         ("sampler", lambda row: excerpt(row[0], 60)),
-        ("claims", lambda row: row[1]),
-        ("state", lambda row: run.liveness.sampler_states.get(row[0], MISSING)),
+        ("claims", lambda row: run.liveness.held(row[0])),
+        ("what it does", lambda row: row[1]),
     )  # fmt: skip
     dead = Text("dead", style="red")
     yield table_of(

@@ -17,6 +17,7 @@ from agentrl.base.concurrency import end_tasks
 from agentrl.config.load import Configs
 from agentrl.config.run import EngineConfig, EngineListConfig
 from agentrl.documents.run import (
+    TRAIN_ROLE,
     Evaluation,
     InferenceService,
     Outage,
@@ -36,6 +37,7 @@ from agentrl.documents.status import (
     TaskStatus,
     TrainerEnd,
     VersionStatus,
+    Work,
 )
 from agentrl.lab.deletion import Retractions
 from agentrl.observe.terminal import duration, percent
@@ -144,11 +146,13 @@ class RunSnapshot:
     settings: Sequence[RunSettings]
     """The settings that the processes of the run agree on."""
     configurations: Sequence[RunSettings]
-    """The resolved configuration of each role."""
+    """The newest resolved configuration of each role."""
     disk: Disk
     parent: Relative | None = None
     """Where it begins in another run."""
     children: Sequence[Relative] = ()
+    starts: Sequence[RunSettings] = ()
+    """The flags of the trainers, in their order (``flags_at``)."""
     retractions: Sequence[tuple[Retraction, Sequence[str]]] = ()
     """The newest retractions, newest first, each with the ids of its first tombstones."""
 
@@ -176,7 +180,7 @@ class RunSnapshot:
     def activity(self) -> Activity:
         """What the run does now."""
         return activity_of(
-            trainer=self.trainer_alive, samplers=bool(self.liveness.claims),
+            trainer=self.trainer_alive, samplers=bool(self.liveness.samplers),
             engines=bool(self.liveness.live_engines), ended=self.lease.ended,
         )  # fmt: skip
 
@@ -291,8 +295,8 @@ class SnapshotReader:
         An engine is dead without a heartbeat for ``alive_seconds``, by default five of the run's intervals.
         """
         store, counts = self._store, self._counts
-        resolved = await self._cached("configurations", store.settings.resolved, _SLOW_SECONDS)
-        configurations = list(resolved.values())
+        flags = await self._cached("flags", store.settings.flags, _SLOW_SECONDS)
+        configurations = list({item.role: item for item in flags}.values())
         if alive_seconds is None:
             interval = _flag(configurations, "heartbeat_seconds")
             engines = EngineListConfig()
@@ -328,6 +332,7 @@ class SnapshotReader:
         parts = dict(zip(reads, await asyncio.gather(*reads.values()), strict=True))
         parts["settings"] = list(parts["settings"].values())
         parts["versions"] = published_versions(parts["versions"], parts["steps"], liveness.engines)
+        parts["starts"] = [item for item in flags if item.role == TRAIN_ROLE]
         return RunSnapshot(run_name=store.run_name, liveness=liveness, configurations=configurations, **parts)
 
     async def steps(self) -> list[StepRow]:
@@ -449,11 +454,13 @@ def state(run: RunSnapshot) -> tuple[str, Severity | Literal[""]]:
     """Return the run's state as a word, and its color."""
     if run.trainer_alive:
         return (
-            ("training", "good") if run.liveness.claims or not _unfinished(run) else ("trainer only", "warn")
+            ("training", "good")
+            if run.liveness.samplers or not _unfinished(run)
+            else ("trainer only", "warn")
         )
     if run.finished:
         return "finished", "good"
-    if run.liveness.claims:
+    if run.liveness.samplers:
         return "sampling, no trainer", "warn"
     if not run.tasks:
         return "empty", ""
@@ -483,7 +490,7 @@ def _unfinished(run: RunSnapshot) -> int:
 
 
 def _working(run: RunSnapshot) -> bool:
-    return run.trainer_alive or bool(run.liveness.claims)
+    return run.trainer_alive or bool(run.liveness.samplers)
 
 
 def _outages(run: RunSnapshot) -> Iterator[Finding]:
@@ -528,15 +535,15 @@ def _processes(run: RunSnapshot) -> Iterator[Finding]:
         return
     if not run.tasks or not _unfinished(run):
         return
-    if run.trainer_alive and not run.liveness.claims:
+    if run.trainer_alive and not run.liveness.samplers:
         last = run.liveness.last_claim
         age = f"; the last trajectory began {duration((run.at - last).total_seconds())} ago" if last else ""
         yield Finding(
             severity="warn",
-            what=f"no sampler holds a trajectory{age}",
-            hint="start one: agentrl sample; one that runs may wait for the trainer or for a dependency",
+            what=f"no sampler is alive{age}",
+            hint="start one: agentrl sample; its log says why the last one ended",
         )
-    elif run.liveness.claims and not run.trainer_alive:
+    elif run.liveness.samplers and not run.trainer_alive:
         yield Finding(severity="warn", what="no trainer runs", hint="start one: agentrl train; it resumes")
     elif not _working(run):
         why = "the trainer was stopped" if run.lease.ended else "no process works on this run"
@@ -555,10 +562,15 @@ def _late(run: RunSnapshot) -> Iterator[Finding]:
         return
     usual = median(gaps)
     if since > max(_LATE_SECONDS, _LATE_STEPS * usual):
+        doing = run.lease.doing
+        is_waiting = doing is not None and doing.work is Work.WAITING
         yield Finding(
             severity="warn",
-            what=f"the last step was {duration(since)} ago; a step usually takes {duration(usual)}",
-            hint="look at what the trainer waits for: ready groups, engines, or a longer trajectory",
+            what=f"the last step was {duration(since)} ago; a step usually takes {duration(usual)}"
+            + (f"; the trainer is {doing.shown}" if doing else ""),
+            hint="look at the ready groups, the engines, and the longest trajectory"
+            if is_waiting
+            else "the trainer's log says what takes so long",
         )
 
 

@@ -12,7 +12,7 @@ from pymongo import ASCENDING, DESCENDING
 
 from agentrl.base.processes import ProcessIdentity, has_ended
 from agentrl.documents.document import plain
-from agentrl.documents.run import TRAINER, PolicyVersion, SavedCheckpoint, TrainerLease
+from agentrl.documents.run import TRAINER, Doing, PolicyVersion, SavedCheckpoint, TrainerLease
 from agentrl.documents.status import VERSION_EDGES, TrainerEnd, VersionStatus, sources
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
 from agentrl.store.mechanics.connection import (
@@ -238,6 +238,7 @@ class TrainerLeases(Repository):
         is_dead = _has_ended(holder, host)
         fields = {
             "host": literal(host), "pid": pid, "process": literal(plain(process)), "ended": None,
+            "doing": None,
         }  # fmt: skip
         # Name the attempt that was found dead: another trainer may have replaced it since the read.
         document = await self._lease.take(
@@ -248,15 +249,18 @@ class TrainerLeases(Repository):
         return TrainerLease.from_document(document).attempt
 
     @database_call
-    async def renew(self, attempt: int, lease_seconds: float) -> None:
-        """Extend the lease to ``lease_seconds`` from now. Raises LeaseLostError if another trainer has it."""
-        await self._lease.renew(attempt, lease_seconds)
+    async def renew(self, attempt: int, lease_seconds: float, doing: Doing | None = None) -> None:
+        """Extend the lease to ``lease_seconds`` from now, and store what the trainer does.
+
+        Raises LeaseLostError if another trainer has it.
+        """
+        await self._lease.renew(attempt, lease_seconds, {"doing": literal(plain(doing))})
 
     @database_call
     async def release(self, attempt: int, ended: TrainerEnd | None = None) -> None:
         """Release the lease and store how the trainer ended; do nothing if another trainer has it."""
         released = {
-            **FREE, "host": None, "pid": None, "process": None,
+            **FREE, "host": None, "pid": None, "process": None, "doing": None,
             "ended": None if ended is None else ended.value,
         }  # fmt: skip
         with suppress(LeaseLostError):

@@ -42,6 +42,7 @@ from agentrl.store.mechanics.connection import (
     database_call,
 )
 from agentrl.store.schema import unfinished
+from agentrl.store.services import Samplers, alive_samplers
 
 _AT_A_TIME = 8
 """Databases that are read at the same time."""
@@ -104,7 +105,7 @@ class RunSummary:
     ended: TrainerEnd | None = None
     """How the last trainer ended."""
     samplers: int = 0
-    """Samplers that hold a slot of any split."""
+    """Samplers that are alive, and others that hold a slot of any split."""
     engines: int = 0
     """Engines with a recent heartbeat."""
     stepped_at: datetime | None = None
@@ -200,6 +201,9 @@ class Runs(Repository):
         keys = [flags_key(role) for role in FLAGS]
         named = {"_id": {"$in": keys}, "values.model_name_or_path": {"$type": "string"}}
         begun: Json = await database[SETTINGS].find_one(named, sort=[("at", 1)]) or {}
+        beside = self._connection.beside(empty.name)
+        claims = await live_claims(beside)
+        samplers = alive_samplers(await Samplers(beside).holding(claims), claims)
         metrics = step.get("metrics", {})
         moments = [moment for moment in (newest.get("created_at"), step.get("committed_at")) if moment]
         return replace(
@@ -210,7 +214,7 @@ class Runs(Repository):
             trajectories=await database[RECORD].estimated_document_count(),
             trainer=lease.is_held(at),
             ended=lease.ended,
-            samplers=len(await live_claims(self._connection.beside(empty.name))),
+            samplers=len(samplers),
             engines=engines,
             stepped_at=step.get("committed_at"),
             active_at=max(moments, default=None),

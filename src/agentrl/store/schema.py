@@ -29,6 +29,7 @@ from agentrl.documents.run import (
     PARENT,
     REMARKS,
     SCHEMA,
+    TRAIN_ROLE,
     EpochOpening,
     Evaluation,
     Gate,
@@ -164,9 +165,11 @@ _RUN = _object(Relative)["properties"] | {
         "Run.version", "the version of the database's shape", bsonType=["int", "long"], minimum=1
     ),
 }  # fmt: skip
+_SETTINGS_IDS = (*CONCERNS, IDENTITY, *map(flags_key, FLAGS), f"{flags_key(TRAIN_ROLE)}@[1-9][0-9]*")
 _SETTINGS_ID = _extra(
-    "Settings._id", f"a concern, {IDENTITY} or flags/ROLE", enum=[*CONCERNS, IDENTITY, *map(flags_key, FLAGS)]
-)
+    "Settings._id", f"a concern, {IDENTITY}, flags/ROLE, or {flags_key(TRAIN_ROLE)}@ATTEMPT",
+    bsonType="string", pattern=f"^({'|'.join(_SETTINGS_IDS)})$",
+)  # fmt: skip
 
 VALIDATORS: dict[str, Json] = {
     name: {"$jsonSchema": schema}

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from pymongo import ASCENDING, DESCENDING, ReturnDocument
 
-from agentrl.documents.run import InferenceService, Outage, SamplerProcess
+from agentrl.documents.document import plain
+from agentrl.documents.run import Doing, InferenceService, Outage, SamplerProcess
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import StoreError
 from agentrl.store.claims import count_unscored, live_claims
@@ -77,6 +78,8 @@ class OutageRecords(Repository):
         )
 
 
+SCORING: Final = "-scoring"
+"""Ends the name under which a sampler holds what it scores."""
 SAMPLER_BEAT_SECONDS = 5.0
 """Interval at which a sampler sends a heartbeat, and so the time until it drains after it was asked."""
 _ALIVE_SECONDS = 4 * SAMPLER_BEAT_SECONDS
@@ -108,20 +111,35 @@ class ListedSampler:
             return "draining"
         return "running" if self.process.asked_at is None else "asked to drain"
 
+    @property
+    def shown(self) -> str:
+        """Return what it does, by its last heartbeat: ``sampling 6 trajectories``, ``draining``."""
+        doing = self.process.doing
+        return self.state if doing is None or self.state != "running" else doing.shown
+
+
+def alive_samplers(listed: Sequence[ListedSampler], claims: Mapping[str, int]) -> dict[str, str]:
+    """Return {sampler that is alive: what it does}: by its heartbeat; without any, by its claims."""
+    alive = {each.process.id: each.shown for each in listed if each.is_alive}
+    holders = {name.removesuffix(SCORING) for name in claims} - {each.process.id for each in listed}
+    return alive | dict.fromkeys(sorted(holders), "holding claims")
+
 
 class Samplers(Repository):
     """The calls on SamplerProcesses."""
 
     @database_call
-    async def beat(self, sampler_id: str, *, host: str, pid: int, is_draining: bool) -> str | None:
-        """Send a heartbeat; return who asked the sampler to drain, None if nobody has.
+    async def beat(
+        self, sampler_id: str, *, host: str, pid: int, is_draining: bool, doing: Doing | None = None
+    ) -> str | None:
+        """Send a heartbeat with what it does; return who asked the sampler to drain, None if nobody has.
 
         The first heartbeat registers it.
         """
         began: Json = {"$ifNull": ["$draining_at", "$$NOW" if is_draining else None]}
         fields = {
             "host": literal(host), "pid": pid, "started_at": {"$ifNull": ["$started_at", "$$NOW"]},
-            "heartbeat": "$$NOW", "draining_at": began, "ended_at": None,
+            "heartbeat": "$$NOW", "draining_at": began, "ended_at": None, "doing": literal(plain(doing)),
         }  # fmt: skip
         stored = await self._collection(SAMPLER).find_one_and_update(
             {"_id": sampler_id}, [{"$set": fields}], upsert=True, return_document=ReturnDocument.AFTER
@@ -180,8 +198,8 @@ class Liveness:
     at: datetime
     claims: Mapping[str, int]
     """Sampler → number of slots that it holds under live leases."""
-    sampler_states: Mapping[str, str]
-    """Sampler → ``ListedSampler.state``, of all that have not ended."""
+    listed: Sequence[ListedSampler]
+    """The samplers that have not ended; dead ones too."""
     last_claim: datetime | None
     """When the newest Record was created, by its sampler's clock."""
     engines: Sequence[InferenceService]
@@ -203,6 +221,20 @@ class Liveness:
             and self._age(engine.heartbeat) <= self.alive_seconds
         ]
 
+    @property
+    def sampler_states(self) -> dict[str, str]:
+        """Return {sampler: its state}, of all that have not ended."""
+        return {each.process.id: each.state for each in self.listed}
+
+    @property
+    def samplers(self) -> dict[str, str]:
+        """Return {sampler that is alive: what it does}."""
+        return alive_samplers(self.listed, self.claims)
+
+    def held(self, sampler: str) -> int:
+        """Return the number of claims of a sampler, those for scoring among them."""
+        return self.claims.get(sampler, 0) + self.claims.get(f"{sampler}{SCORING}", 0)
+
     def describe(self) -> str:
         """Return one line for a log: the live samplers and engines, and what is down."""
         parts = [self._samplers(), self._engines()]
@@ -223,12 +255,12 @@ class Liveness:
         return ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
 
     def _samplers(self) -> str:
-        if self.claims:
-            others = f", {self.ending}" if self.ending else ""
-            return f"samplers: {len(self.claims)}, with {sum(self.claims.values())} claims{others}"
+        if self.samplers:
+            works = ", ".join(f"{count} {what}" for what, count in Counter(self.samplers.values()).items())
+            return f"samplers: {len(self.samplers)}, with {sum(self.claims.values())} claims, {works}"
         if self.last_claim is None:
             return "no sampler has begun a trajectory: is `agentrl sample` running? its log says why not"
-        return f"no sampler holds a claim, the last one began {self._age(self.last_claim):.0f} s ago"
+        return f"no sampler is alive, the last trajectory began {self._age(self.last_claim):.0f} s ago"
 
     def _engines(self) -> str:
         live = Counter(str(engine.status) for engine in self.live_engines)
@@ -309,11 +341,10 @@ class Services(Repository):
         )
         engines = await self._all(InferenceService, SERVICE, {}, sort=[("heartbeat", DESCENDING)])
         claims = await live_claims(self._connection, split)
-        samplers = await Samplers(self._connection).holding(claims)
         return Liveness(
             at=at,
             claims=claims,
-            sampler_states={each.process.id: each.state for each in samplers},
+            listed=await Samplers(self._connection).holding(claims),
             last_claim=newest["created_at"] if newest else None,
             engines=engines,
             outages=await OutageRecords(self._connection).ongoing(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,18 +17,22 @@ from agentrl.base.folder_owner import Owner
 from agentrl.documents.document import excerpt, now, plain
 from agentrl.documents.run import (
     CHILD_PREFIX,
-    FLAGS,
+    FLAGS_PREFIX,
     IDENTITY,
     PARENT,
+    TRAIN_ROLE,
     TRAINER,
     ImportList,
     Relative,
     Retraction,
     RunSettings,
     child_key,
+    flags_at,
     flags_key,
 )
+from agentrl.documents.run import SETTINGS as CONCERNS
 from agentrl.documents.status import APPLIED_STEPS, values
+from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.mechanics.connection import (
     IMPORTS,
@@ -196,7 +200,8 @@ class Settings(Repository):
         compared.
         """
         try:
-            await self._collection(SETTINGS).insert_one(_document(concern, values, role).to_document())
+            begun = settings_document(concern, values, role)
+            await self._collection(SETTINGS).insert_one(begun.to_document())
         except DuplicateKeyError:
             await self.check(concern, values)
 
@@ -230,29 +235,62 @@ class Settings(Repository):
 
         ``values`` are all flags without secrets, ``given`` those that were given, ``packages`` the versions
         of packages, ``threads`` a trainer's. The result has a line for each flag outside ``per_process`` that
-        differs from the stored configuration of the role, or that was given with another value to another
-        role.
+        differs from the newest stored configuration of the role, or that was given with another value to
+        another role.
         """
         more = {"given": tuple(sorted(given)), "packages": dict(packages), "threads": threads}
-        own = _document(flags_key(role), values, role, **more)
+        own = settings_document(flags_key(role), values, role, **more)
         with suppress(DuplicateKeyError):
             await self._collection(SETTINGS).insert_one(own.to_document())
         stored = (await self.resolved()).values()
         return [line for each in stored for line in _contradictions(each, own, per_process)]
 
     @database_call
+    async def start(self, own: RunSettings, attempt: int) -> None:
+        """Store the flags of the trainer ``attempt`` unless the one before had the same. Idempotent."""
+        before = flags_at(await self.starts(), attempt)
+        kept = (own.values, own.given, own.packages, own.threads)
+        if before is None or kept != (before.values, before.given, before.packages, before.threads):
+            document = replace(own, id=flags_key(TRAIN_ROLE, attempt)).to_document()
+            with suppress(DuplicateKeyError):
+                await self._collection(SETTINGS).insert_one(document)
+
+    @database_call
+    async def starts(self) -> list[RunSettings]:
+        """Return the flags of the trainers, in the order in which they began; see ``flags_at``."""
+        return [item for item in await self.flags() if item.role == TRAIN_ROLE]
+
+    @database_call
+    async def of_steps(self, steps: Iterable[TrainStep]) -> dict[str, RunSettings]:
+        """Return {``_id`` of a step: the flags of the trainer that made it}, without steps of unknown flags.
+
+        The first steps of a child were made by trainers of its parent.
+        """
+        steps, starts = list(steps), await self.starts()
+        found = {step.id: made for step in steps if (made := flags_at(starts, step.attempt)) is not None}
+        parent = await self._one(Relative, RUN, {"_id": PARENT})
+        inherited = [step for step in steps if parent is not None and step.step <= parent.step]
+        if parent is not None and inherited:
+            found |= await Settings(self._connection.beside(parent.run)).of_steps(inherited)
+        return found
+
+    @database_call
     async def resolved(self) -> dict[str, RunSettings]:
-        """Return {role: its stored configuration}: its flags, and the versions of its packages."""
-        return {str(item.role): item for item in await self._stored("$in")}
+        """Return {role: its newest stored configuration}: its flags, and the versions of its packages."""
+        return {str(item.role): item for item in await self.flags()}
+
+    @database_call
+    async def flags(self) -> list[RunSettings]:
+        """Return every stored configuration, by role; those of the trainers in their order."""
+        found = await self._all(RunSettings, SETTINGS, {"_id": id_prefix(FLAGS_PREFIX)})
+        return sorted(found, key=lambda item: (str(item.role), item.attempt))
 
     @database_call
     async def all(self) -> dict[str, RunSettings]:
         """Return {concern: its stored settings}."""
-        return {item.id: item for item in await self._stored("$nin")}
-
-    async def _stored(self, operator: str) -> list[RunSettings]:
-        others = [flags_key(role) for role in FLAGS] + ([IDENTITY] if operator == "$nin" else [])
-        return await self._all(RunSettings, SETTINGS, {"_id": {operator: others}}, sort=[("_id", ASCENDING)])
+        concerns = {"_id": {"$in": [*CONCERNS]}}
+        found = await self._all(RunSettings, SETTINGS, concerns, sort=[("_id", ASCENDING)])
+        return {item.id: item for item in found}
 
     @database_call
     async def owner(self, *, makes: bool = True) -> Owner:
@@ -286,7 +324,8 @@ class Settings(Repository):
         return None if document is None else RunSettings.from_document(document)
 
 
-def _document(key: str, values: Mapping[str, Any], role: str, **more: Any) -> RunSettings:
+def settings_document(key: str, values: Mapping[str, Any], role: str, **more: Any) -> RunSettings:
+    """Return the document ``key`` of ``Settings``, as a process of ``role`` on this host writes it."""
     return RunSettings(id=key, values=plain(dict(values)), by=_by(role), at=now(), **more)
 
 
@@ -310,7 +349,7 @@ def _contradictions(stored: RunSettings, own: RunSettings, per_process: Collecti
         if name in per_process or name not in stored.values or value == stored.values[name]:
             continue
         is_given = name in own.given and name in stored.given and "auto" not in (value, stored.values[name])
-        if stored.id == own.id or is_given:
+        if stored.role == own.role or is_given:
             other = excerpt(stored.values[name], _SHOWN)
             yield f"--{name} is {excerpt(value, _SHOWN)}, and {stored.by} has {other}"
 

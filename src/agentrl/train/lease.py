@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, TypeVar
 
+from agentrl.base.concurrency import background
 from agentrl.base.processes import identify, is_observable
-from agentrl.documents.run import SavedCheckpoint
-from agentrl.documents.status import TrainerEnd
+from agentrl.documents.run import Doing, SavedCheckpoint
+from agentrl.documents.status import TrainerEnd, Work
 from agentrl.documents.training import CheckpointState
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
 from agentrl.observe.logging import describe_process_id
-from agentrl.store.mechanics.lease import renewed
+from agentrl.store.mechanics.lease import RENEWALS_PER_LEASE, keep_renewed
 from agentrl.store.mechanics.retry import retry_outages
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+BEAT_SECONDS = 5.0
+"""Longest interval of heartbeats, which say what the trainer does."""
 _POLL_SECONDS = 1.0
 """How often to try for a lease whose holder may have died."""
 
@@ -48,10 +51,12 @@ class HeldTrainerLease:
         """Set when another trainer has taken over."""
         self.ended: TrainerEnd | None = None
         """How the trainer ended, which ``hold_lease`` stores; None after an error."""
+        self.doing = Doing(work=Work.STARTING)
+        """What the trainer does, as each renewal says."""
 
     async def check(self) -> None:
         """Renew the lease. Raises LeaseLostError if another trainer has taken over."""
-        await self._call(self._store.trainer_lease.renew(self.attempt, self._seconds))
+        await self._call(self._store.trainer_lease.renew(self.attempt, self._seconds, self.doing))
 
     async def discard(self, checkpoints: Sequence[str]) -> list[str]:
         """Record which of ``checkpoints`` are about to be deleted, and return them: no child needs them.
@@ -134,7 +139,8 @@ async def hold_lease(
     )
     lease = HeldTrainerLease(store, attempt, seconds, owner)
     try:
-        async with renewed(lease.check, seconds, "the trainer's lease"):
+        every = min(seconds / RENEWALS_PER_LEASE, BEAT_SECONDS)
+        async with background(keep_renewed(lease.check, every, "the trainer's lease")):
             yield lease
     finally:
         # Wait for no database at the end: the lease expires by itself.

@@ -12,7 +12,8 @@ from agentrl.base.concurrency import end_tasks, wait_for_any
 from agentrl.base.spans import NO_SPAN, Attributes, Span, tracer
 from agentrl.data.stream import StepData, StepSource
 from agentrl.documents.model_call import pack_halves
-from agentrl.documents.status import TrainerEnd
+from agentrl.documents.run import Doing
+from agentrl.documents.status import TrainerEnd, Work
 from agentrl.documents.training import TokenSpan, TokenStatistics, TrainStep, statistics_key
 from agentrl.errors import AgentRLError, PublishError, TrainingError
 from agentrl.observe.progress import StepView
@@ -57,6 +58,7 @@ class Trainer:
         """Train until ``max_steps``, the end of the data or ``stop``; then save and publish the last step."""
         try:
             await self._train_all()
+            self.lease.doing = Doing(work=Work.SAVING, what=f"step {self.progress.step}")
             await self.publisher.finish()
         except PublishError:
             raise
@@ -68,6 +70,7 @@ class Trainer:
         is_stopped = self.stop.is_set() and not self._has_all_steps()
         # Say it before the wait below: the run has ended, whether or not engines take its last version.
         self.lease.ended = TrainerEnd.STOPPED if is_stopped else TrainerEnd.FINISHED
+        self.lease.doing = Doing(work=Work.WAITING, what="until the engines serve the last version")
         await self.publisher.serve_last()
 
     async def _train_all(self) -> None:
@@ -77,7 +80,8 @@ class Trainer:
                 await self.publisher.offer()
             await self.publisher.wait_for_bound()
             while not self._is_done():
-                began = time.time()
+                began, step = time.time(), self.progress.step + 1
+                self.lease.doing = Doing(work=Work.WAITING, what=f"for the data of step {step}")
                 with self.clock("data"):
                     batch = await self._next_data()
                 if batch is None:
@@ -130,6 +134,7 @@ class Trainer:
     async def _train(self, batch: StepData, began: float) -> None:
         """Train a step on ``batch``; ``began`` is when it began to wait for it."""
         progress = self.progress
+        self.lease.doing = Doing(work=Work.TRAINING, what=f"step {progress.step + 1}")
         plan = TrainStep(
             # Number a retry: the reverted plan of the skipped step keeps its id.
             id=f"{progress.attempt}/{progress.step + 1}" + (f"/{self.skipped}" if self.skipped else ""),
@@ -164,6 +169,7 @@ class Trainer:
                     shown = {f"agentrl.{name}": metrics.get(name) for name in _METRICS}
                     span.set({name: value for name, value in shown.items() if isinstance(value, int | float)})
                     await self.publisher.offer()
+            self.lease.doing = Doing(work=Work.PUBLISHING, what=f"the weights of step {progress.step}")
             with self.clock("publish"):
                 await self.publisher.wait_for_bound()
 

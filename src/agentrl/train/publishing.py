@@ -537,7 +537,7 @@ class Publisher:
         if progress.step == self.saved_step:
             return None
         self._saving_step = progress.step
-        link = None
+        began, link = time.perf_counter(), None
         if files is not None and not files.linked.done():
             link = files.link
         elif (
@@ -567,7 +567,7 @@ class Publisher:
             # Say it after an error too: the publication waits for this before it renames its files.
             if unfinished is None and files is not None and not files.linked.done():
                 files.linked.set_result(None)
-        self._saving = asyncio.create_task(self._finish_saving(unfinished))
+        self._saving = asyncio.create_task(self._finish_saving(unfinished, began))
         return None
 
     async def _copy_checkpoint(
@@ -588,8 +588,8 @@ class Publisher:
             logger.error("step %d is saved in --fallback_output_dir: %s", state.step, error)
         return await self._copy_checkpoint(others, state, link)
 
-    async def _finish_saving(self, unfinished: Unfinished) -> PublishError | None:
-        """Wait until a checkpoint is written; return why it failed, if it did."""
+    async def _finish_saving(self, unfinished: Unfinished, began: float) -> PublishError | None:
+        """Wait until a checkpoint is written that was ``began`` then; return why it failed, if it did."""
         try:
             self.saved = await asyncio.to_thread(
                 unfinished.finish, limit=self.config.save_total_limit, fence=self.lease.fence()
@@ -599,6 +599,7 @@ class Publisher:
             # Return it: nobody awaits the task yet, and asyncio would report the error when it is collected.
             return error
         self.saved_step = unfinished.state.step
+        self.metrics["seconds_save_background"] = time.perf_counter() - began
         logger.info("saved %s", self.saved)
         return None
 

@@ -15,6 +15,7 @@ import torch
 
 from agentrl.base.atomic_folder import remove_leftovers
 from agentrl.base.device_lease import DeviceLease, leased_devices
+from agentrl.base.processes import REPEATED_SECONDS
 from agentrl.config.agreement import trainer_settings
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
@@ -37,12 +38,13 @@ from agentrl.data.stream import STEP_SOURCES, DataStream, StepSource, StreamSett
 from agentrl.distributed.accelerate_config import with_launch_settings
 from agentrl.distributed.build_policy import step_precision
 from agentrl.distributed.mesh import World, launched_world
+from agentrl.documents.run import RunSettings
 from agentrl.documents.status import TrainerEnd
 from agentrl.documents.training import Checkpoint, TrainStep
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import Precision
 from agentrl.model.load import resolve_dtype
-from agentrl.observe.begin_run import begin_files, begin_model, begin_run
+from agentrl.observe.begin_run import begin_files, begin_model, begin_run, resolved_flags
 from agentrl.observe.progress import StepView
 from agentrl.observe.tracing import tracing
 from agentrl.observe.trackers import open_trackers
@@ -65,31 +67,34 @@ from agentrl.weights.storage import is_remote
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class LeadIn:
-    """The steps of a what-if up to ``last`` of its parent, which are trained with the parent's flags."""
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Steps of a run that are trained with the same flags: of a what-if, as its parent's trainer had them."""
 
     configs: Configs
-    last: int
+    last: int | None = None
+    """The last step of the parent in this part; None: the rest."""
+    threads: int | None = None
+    """Those of the parent's trainer; None: it has not stored them."""
 
 
-def run_trainer(configs: Configs, lead_in: LeadIn | None = None) -> None:
+def run_trainer(*parts: Part) -> None:
     """Train until the end of the data, ``--max_steps``, SIGTERM or SIGINT; every rank calls it.
 
-    ``lead_in`` is trained before, by the same processes.
+    The same processes train the parts, one after the other.
     """
-    configs = with_launch_settings(configs)
-    parts: list[tuple[Configs, int | None]] = [(configs, None)]
-    if lead_in is not None:
-        parts.insert(0, (with_launch_settings(lead_in.configs), lead_in.last))
-    with launched_world(base_folder(configs[ModelConfig])) as world:
-        for part, last in parts:
+    launched = [with_launch_settings(part.configs) for part in parts]
+    with launched_world(base_folder(parts[0].configs[ModelConfig])) as world:
+        for part, configs in zip(parts, launched, strict=True):
+            if part.threads not in (None, torch.get_num_threads()):
+                logger.info("computes with the threads of the trainer that made the steps: %d", part.threads)
+                torch.set_num_threads(part.threads)
             if world.rank > 0:
-                _follow(part, world)
+                _follow(configs, world)
                 continue
-            with tracing(part, "train"):
-                is_whole = asyncio.run(_train(part, world, last))
-            if last is not None and not is_whole:  # a signal ended the steps that come before
+            with tracing(configs, "train"):
+                is_whole = asyncio.run(_train(configs, world, part.last))
+            if part.last is not None and not is_whole:  # a signal ended the steps that come before
                 # Release the other ranks: they wait for the next part to be built.
                 world.broadcast("end")
                 return
@@ -103,12 +108,12 @@ def _follow(configs: Configs, world: World) -> None:
     follow(world, partial(_build, configs, world))
 
 
-async def _train(configs: Configs, world: World, lead_in: int | None) -> bool:
-    """Train on all ranks; return False if a signal ended it."""
+async def _train(configs: Configs, world: World, last: int | None) -> bool:
+    """Train on all ranks, up to step ``last`` of the parent; return False if a signal ended it."""
     stop, run, train = _stop_on_signals(), configs[RunConfig], configs[TrainConfig]
     precision = await asyncio.to_thread(step_precision, configs[ModelConfig], train, world)
     with retry_outages(run.db_wait_seconds, stop):
-        store, folders = await _join(configs, precision, is_agreed=lead_in is None)
+        store, folders, flags = await _join(configs, precision, is_agreed=last is None)
         async with store, hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease:
             # Ask under the lease: what is trained from half-withdrawn data, no later call finds.
             await store.withdrawals.require_deleted()
@@ -134,7 +139,9 @@ async def _train(configs: Configs, world: World, lead_in: int | None) -> bool:
                 "training from step %d, policy version %d%s",
                 progress.step, progress.version, f" ({found.folder})" if found else "",
             )  # fmt: skip
-            source = await open_source(store, configs, controller, progress, lead_in)
+            # Store them this late: a start that fails before has trained no step with its flags.
+            await store.settings.start(flags, lease.attempt)
+            source = await open_source(store, configs, controller, progress, last)
             publisher = Publisher(
                 store=store,
                 config=train,
@@ -160,7 +167,7 @@ async def _train(configs: Configs, world: World, lead_in: int | None) -> bool:
     is_finished = lease.ended is TrainerEnd.FINISHED
     if not is_finished:
         logger.info("stopped after step %d: the same command goes on from there", progress.step)
-    elif lead_in is None:
+    elif last is None:
         look = f"agentrl status {run.run_name} --once"
         logger.info("finished at step %d; `%s` and `agentrl dashboard` show the run", progress.step, look)
     return is_finished
@@ -259,17 +266,17 @@ async def roll_back(
 
 
 async def open_source(
-    store: Store, configs: Configs, controller: Controller, progress: Progress, lead_in: int | None
+    store: Store, configs: Configs, controller: Controller, progress: Progress, last: int | None
 ) -> StepSource:
     """Return the run's live stream; for a what-if, the stored steps of its parent.
 
-    ``lead_in`` is the last step of the parent that is trained with the parent's flags, while these are.
+    ``last`` is the last step of the parent that is trained with these flags; None: the child's last one.
     Raises ConfigError if this installation cannot train steps of another run.
     """
     parent = await store.ancestry.parent()
     if parent is None or parent.kind == "fork":
         return _stream(store, configs, controller, progress)
-    return await STEP_SOURCES.get(parent.kind)(store, parent, configs, progress.train_steps, lead_in)
+    return await STEP_SOURCES.get(parent.kind)(store, parent, configs, progress.train_steps, last)
 
 
 def _stream(store: Store, configs: Configs, controller: Controller, progress: Progress) -> DataStream:
@@ -293,12 +300,14 @@ def _stream(store: Store, configs: Configs, controller: Controller, progress: Pr
     return DataStream(store, settings, progress.replay, verify=verify, attempt=progress.attempt)
 
 
-async def _join(configs: Configs, precision: Precision, *, is_agreed: bool) -> tuple[Store, RunFolders]:
-    """Open the run's store and find its folders.
+async def _join(
+    configs: Configs, precision: Precision, *, is_agreed: bool
+) -> tuple[Store, RunFolders, RunSettings]:
+    """Open the run's store, find its folders, and resolve the flags.
 
     Raises ConfigError if a folder is another run's, if the files of a model changed since the run began, or
-    if these flags contradict those that the run was begun with. Without ``is_agreed`` the flags are neither
-    compared nor stored: they are those of the parent.
+    if these flags contradict those that the run was begun with. Without ``is_agreed`` the flags are not
+    compared: those of the last part are the run's.
     """
     # Check the folder before the database is opened: a start that must fail begins no run.
     base_folder(configs[ModelConfig])
@@ -317,19 +326,21 @@ async def _join(configs: Configs, precision: Precision, *, is_agreed: bool) -> t
         if not await store.steps.find(status=None):  # else it is claimed once it is known to hold the steps
             await folders.claim()
         await begin_files(store, configs[ModelConfig])
-        if not is_agreed:
-            return store, folders
         resolved = {
             "dtype": _dtype(configs[ModelConfig]),
             "autocast_bf16": precision.autocast_bf16,
             "output_dir": configs[RunConfig].output,
         }
-        await begin_run(store, configs, "train", settings, resolved, threads=torch.get_num_threads())
-        await begin_model(store, configs[ModelConfig].model_name_or_path, "train")
+        threads = torch.get_num_threads()
+        if is_agreed:
+            flags = await begin_run(store, configs, "train", settings, resolved, threads=threads)
+            await begin_model(store, configs[ModelConfig].model_name_or_path, "train")
+        else:
+            flags = resolved_flags(configs, "train", settings, resolved, threads=threads)
     except BaseException:
         await store.close()
         raise
-    return store, folders
+    return store, folders, flags
 
 
 def _build(
@@ -374,14 +385,22 @@ def _parameters(configs: Configs) -> dict[str, Any]:
 
 
 def _stop_on_signals() -> asyncio.Event:
-    """Return an event that the first SIGTERM or SIGINT sets; a second one ends the process at once."""
+    """Return an event that the first SIGTERM or SIGINT sets; a second one ends the process at once.
+
+    torchrun sends its ranks again the signal that their group has received: both are one request.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def ask_to_stop(number: signal.Signals) -> None:
-        logger.info("%s: finishing the step, then saving", number.name)
+        if not stop.is_set():
+            logger.info("%s: finishing the step, then saving; another one ends at once", number.name)
+            loop.call_later(REPEATED_SECONDS, end_at_once)
         stop.set()
-        loop.remove_signal_handler(number)
+
+    def end_at_once() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ask_to_stop, number)

@@ -16,7 +16,8 @@ from waiting import until
 from agentrl.cli.samplers import main
 from agentrl.config.schema import RunConfig
 from agentrl.documents.record import Record
-from agentrl.documents.status import RecordStatus, SlotStatus, StopReason
+from agentrl.documents.run import Doing
+from agentrl.documents.status import RecordStatus, SlotStatus, StopReason, Work
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.inference.engine import Generation
 from agentrl.rollout import setup
@@ -187,7 +188,8 @@ async def test_a_call_that_does_not_end_in_time_is_cancelled(store: Store) -> No
 @asynccontextmanager
 async def listed(store: Store, name: str, stop: asyncio.Event | None = None) -> AsyncIterator[None]:
     """List the sampler ``name``; a request to drain it sets ``stop``."""
-    staying = asyncio.create_task(_stay_listed(store, name, stop or asyncio.Event()))
+    waits = Doing(work=Work.WAITING)
+    staying = asyncio.create_task(_stay_listed(store, name, stop or asyncio.Event(), lambda: waits))
     await until(lambda: _is_listed(store, name))
     try:
         yield

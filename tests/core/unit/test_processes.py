@@ -19,6 +19,7 @@ from waiting import wait_until, waiting_program
 from agentrl.base import processes
 from agentrl.base.processes import (
     MAX_RESTARTS,
+    Ending,
     SupervisedProcess,
     Supervisor,
     exit_reason,
@@ -279,6 +280,67 @@ def test_engines_and_tools_stop_after_the_processes_that_use_them(supervisor, tm
     wait_until(lambda: all(file.exists() for file in ready))
     supervisor.stop(20)
     assert order.read_text() == "sampler engine "
+
+
+FINISHES_ITS_STEP = """
+import signal, sys, time
+saved, ready, seconds = sys.argv[1:]
+def stop(*_):
+    time.sleep(float(seconds)); open(saved, "w").close(); sys.exit()
+signal.signal(signal.SIGTERM, stop)
+open(ready, "w").close()
+time.sleep(60)
+"""
+IGNORES_SIGTERM = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(sys.argv[1], "w").close()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "seconds", "saves", "told"),
+    [
+        (None, 30, False, []),
+        (
+            Ending(what="step 7 is saved", seconds=1.0, longest=10.0),
+            3,
+            True,
+            ["about 1 s until", ", longer than before"],
+        ),
+        (Ending(what="step 7 is saved", seconds=0.1, longest=0.2), 30, False, ["longer than before"]),
+        (Ending(what="step 7 is saved"), 2, True, ["at most 900 s"]),
+    ],
+)
+def test_the_main_process_has_the_time_that_its_step_takes(
+    monkeypatch, tmp_path, ending, seconds, saves, told
+):
+    """The others end as soon as without it. A line counts down, and says what a second Ctrl-C does."""
+    monkeypatch.setattr(processes, "STOP_SECONDS", 0.5)
+    monkeypatch.setattr(processes, "_REPORT_SECONDS", 0.3)
+    lines: list[str] = []
+    supervisor = Supervisor(lines.append, lambda: ending)
+    files = [tmp_path / name for name in ("saved", "main.ready", "helper.ready")]
+    helper = member("helper", IGNORES_SIGTERM, tmp_path / "helper.log", files[2])
+    supervisor.start(helper)
+
+    def deadline() -> float:
+        if all(file.exists() for file in files[1:]):
+            raise InterruptedError  # as Ctrl-C does
+        return FAR
+
+    main = member("main", FINISHES_ITS_STEP, None, files[0], files[1], seconds)
+    with pytest.raises(InterruptedError):
+        supervisor.run_main(main, deadline=deadline)
+    began = time.monotonic()
+    supervisor.stop(0.1)
+    assert time.monotonic() - began < 20
+    assert (helper.pid, main.pid) == (None, None)
+    assert files[0].exists() == saves
+    assert [part for part in told if not any(part in line for line in lines)] == []
+    assert all("step 7 is saved" in line and "Ctrl-C again ends at once" in line for line in lines)
+    assert bool(lines) == bool(told)
 
 
 def test_a_second_signal_kills_the_remaining_processes(tmp_path):

@@ -100,6 +100,9 @@ async def test_a_fork_goes_on_as_its_parent_did(
     parents, steps = await steps_of(run), await steps_of(child)
     assert told(steps) == told(parents)
     assert [step.inherited for step in steps] == [True, False, False]
+    async with await child.open() as store:
+        made = await store.settings.of_steps(steps)
+    assert [made[step.id].values["run_name"] for step in steps] == [run.name, child.name, child.name]
     last = "checkpoint-000003/model/model.safetensors"
     own = next(child.output.glob("checkpoint-000003*")) / "model/model.safetensors"
     assert own.read_bytes() == (run.output / last).read_bytes()

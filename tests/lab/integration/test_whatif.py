@@ -21,13 +21,17 @@ TIMES = ("seconds", "per_second", "mfu", "groups_open", "groups_ready", "publish
 
 @pytest.fixture(scope="module")
 def run(mongo_uri: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredRun]:
-    """Four steps of two groups, with checkpoints of steps 2 and 4; tests only read it."""
+    """Four steps of two groups, with checkpoints of steps 2 and 4; tests only read it.
+
+    The trainer of the last two steps has another learning rate, and the first one another ``--max_steps``.
+    """
     folder = tmp_path_factory.mktemp("whatif")
     run = StoredRun(f"t{time.monotonic_ns()}", mongo_uri, write_tiny_policy(folder / "base"), folder)
     asyncio.run(run.fill(8))
-    run.train()
+    run.train("--max_steps", "2")
+    run.train("--learning_rate", "5e-3")
     yield run
-    children = ("same", "gspo", "dpo", "rules", "scorer", "order")
+    children = ("same", "gspo", "dpo", "rules", "scorer", "order", "fork2", "fork4")
     asyncio.run(run.drop(*(f"{run.name}_{name}" for name in children)))
 
 
@@ -52,6 +56,7 @@ async def test_unchanged_settings_give_the_same_run_bit_for_bit(run: StoredRun) 
     assert [exact(step) for step in again] == [exact(step) for step in steps]
     assert [step.data for step in again] == [step.data for step in steps]
     assert [step.recorded and step.recorded.step for step in again] == [1, 2, 3, 4]
+    assert [step.metrics["lr"] for step in again] == [1e-2, 1e-2, 5e-3, 5e-3]
     assert await digest(run, same) == await digest(run, run.name)
     async with await run.open(same) as store:
         assert await violations(store) == []
@@ -92,6 +97,15 @@ async def test_steps_between_checkpoints_are_led_up_to_as_the_parent_trained_the
     assert "<td>layer 0</td><td>0.000e+00</td>" not in text
 
 
+async def test_a_fork_is_given_the_flags_of_the_step_where_it_begins(run: StoredRun) -> None:
+    for step, rate in ((2, "0.01"), (4, "0.005")):
+        name = f"{run.name}_fork{step}"
+        where = ("--from_step", str(step), "--db_connection_string", run.uri)
+        said = run.command("fork", run.name, name, *where)
+        assert f"--learning_rate {rate}" in said
+        assert ("--max_steps 2" in said) == (step == 2)
+
+
 async def test_an_order_seed_shuffles_the_steps_behind_the_lead_in(run: StoredRun) -> None:
     order, steps = f"{run.name}_order", await run.steps()
     run.whatif(order, "--steps", "2-4", "--order_seed", "3")
@@ -101,6 +115,7 @@ async def test_an_order_seed_shuffles_the_steps_behind_the_lead_in(run: StoredRu
     assert trained[1:] != [2, 3, 4]
     assert sorted(trained) == [1, 2, 3, 4]
     assert [step.data for step in again] == [steps[number - 1].data for number in trained]
+    assert [step.metrics["lr"] for step in again] == [1e-2, 1e-2, 5e-3, 5e-3], "the rate stays at its place"
     run.whatif(order, "--steps", "2-4", "--order_seed", "3")
     assert await run.steps(order) == again
     async with await run.open(order) as store:
@@ -125,9 +140,10 @@ async def test_preferences_train_the_best_against_the_worst_of_stored_groups(run
     """
     dpo = f"{run.name}_dpo"
     async with await run.open() as store:
-        await store.database["Settings"].update_one({"_id": "flags/train"}, {"$set": {"threads": 3}})
+        of_trainers = {"_id": {"$regex": "^flags/train"}}
+        await store.database["Settings"].update_many(of_trainers, {"$set": {"threads": 3}})
     said = run.whatif(dpo, "--loss_calculater", "DPO", "--preference_beta", "0.5")
-    assert f"computes with the threads of {run.name}'s trainer: 3" in said
+    assert "computes with the threads of the trainer that made the steps: 3" in said
     async with await run.open(dpo) as store:
         (flags,) = (await store.settings.resolved()).values()
     assert flags.threads == 3

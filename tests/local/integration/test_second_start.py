@@ -7,17 +7,23 @@ import json
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 from tiny_policy import write_tiny_policy
 
-from agentrl.base.processes import identify
+from agentrl.base.processes import Ending, identify
 from agentrl.cli.main import main
 from agentrl.config.schema import RunConfig
+from agentrl.documents.document import now
+from agentrl.documents.run import Doing
+from agentrl.documents.status import Work
+from agentrl.documents.training import TrainStep
 from agentrl.local import launch
-from agentrl.local.launch import RunPlan
+from agentrl.local.launch import RunPlan, trainer_ending
 from agentrl.store.client import Store, open_store, run_exists
 
 pytestmark = pytest.mark.integration
@@ -85,6 +91,53 @@ def test_a_run_with_a_live_trainer_is_not_started_again(
     in_run(run_config, lambda store: store.trainer_lease.release(1))
     assert main(["launch", "train", *flags]) == 0
     assert len(started) == 2
+
+
+def test_the_end_of_a_trainer_follows_its_measured_steps_and_checkpoints(
+    flags: list[str], started: list[RunPlan], run_config: RunConfig
+) -> None:
+    assert main(["launch", "train", *flags]) == 0
+    assert started[0].run is not None
+    assert started[0].run.run_name == run_config.run_name
+
+    def ending() -> Ending | None:
+        return asyncio.run(trainer_ending(run_config))
+
+    async def begin(store: Store) -> None:
+        await store.trainer_lease.acquire("t", socket.gethostname(), os.getpid(), 60.0)
+
+    async def does(store: Store, work: Work) -> None:
+        await store.trainer_lease.renew(1, 60.0, Doing(work=work))
+
+    async def train(store: Store, number: int, ago: float = 0.0, **seconds: float) -> None:
+        at = now() - timedelta(seconds=ago)
+        step = TrainStep(id=f"1/{number}", step=number, policy_version=0, data=(), owner="t", planned_at=at)
+        await store.steps.plan(step)
+        if seconds:
+            await store.steps.commit(
+                step.id, {f"seconds_{name}": value for name, value in seconds.items()}, ()
+            )
+
+    assert ending() is None, "there is no run"
+    elsewhere = replace(run_config, db_connection_string="mongodb://127.0.0.1:9", db_timeout_seconds=0.1)
+    assert asyncio.run(trainer_ending(elsewhere)) == Ending(what="the trainer has saved its step")
+    in_run(run_config, begin)
+    assert ending() is None, "it loads the model"
+    in_run(run_config, lambda store: does(store, Work.TRAINING))
+    assert ending() == Ending(what="step 1 is trained and saved")
+    step = {"data": 500.0, "forward_backward": 40.0, "optimizer": 1.0}
+    in_run(run_config, lambda store: train(store, 1, **step, publish_background=2.0))
+    in_run(run_config, lambda store: does(store, Work.WAITING))
+    assert ending() == Ending(what="step 1 is saved", seconds=8.0, longest=49.0), "a checkpoint is larger"
+    in_run(run_config, lambda store: train(store, 2, forward_backward=20.0, save_background=30.0))
+    assert ending() == Ending(what="step 2 is saved", seconds=32.0, longest=73.0)
+    in_run(run_config, lambda store: train(store, 3, ago=11.0))
+    found = ending()
+    assert found is not None
+    assert (found.what, found.longest) == ("step 3 is trained and saved", 73.0)
+    assert 32.0 < (found.seconds or 0.0) < 62.5
+    in_run(run_config, lambda store: store.trainer_lease.release(1))
+    assert ending() is None, "it has ended"
 
 
 def test_other_settings_than_those_of_the_run_start_nothing(

@@ -14,9 +14,19 @@ import pytest
 from snapshots import short_call as call
 
 from agentrl.documents.document import now
+from agentrl.documents.run import RunSettings, flags_key
 from agentrl.documents.status import StepStatus
 from agentrl.observe.terminal import MISSING
-from agentrl.screens.dashboard.charts import MAX_POINTS, Chart, Series, curves, overlaid, smooth, thin
+from agentrl.screens.dashboard.charts import (
+    MAX_POINTS,
+    Chart,
+    Series,
+    curves,
+    flag_changes,
+    overlaid,
+    smooth,
+    thin,
+)
 from agentrl.screens.dashboard.pages.compare import pair_turns
 from agentrl.screens.dashboard.pages.scores import VALUES, dependence, disagreements, edges, repeated_answers
 from agentrl.screens.dashboard.pages.trajectories import PAGE, Colour, decoder, legend_of, token_views
@@ -182,10 +192,11 @@ def test_every_flag_that_a_page_names_exists() -> None:
     assert {flag for flag in named if not re.search(rf"{flag}\b", listed)} == set()
 
 
-def _step(number: int, **metrics: float) -> StepRow:
+def _step(number: int, *, attempt: int = 1, inherited: bool = False, **metrics: float) -> StepRow:
     return StepRow(
-        id=f"1/{number}", step=number, status=StepStatus.COMMITTED, policy_version=number - 1, owner="t",
-        trajectories=0, groups=0, planned_at=datetime(2026, 1, 1, tzinfo=UTC), metrics=metrics,
+        id=f"{attempt}/{number}", step=number, status=StepStatus.COMMITTED, policy_version=number - 1,
+        owner="t", inherited=inherited, trajectories=0, groups=0,
+        planned_at=datetime(2026, 1, 1, tzinfo=UTC), metrics=metrics,
     )  # fmt: skip
 
 
@@ -232,6 +243,30 @@ def test_lines_that_coincide_differ_in_their_dashes() -> None:
     (chart,) = overlaid({name: [_step(1, entropy=0.5)] for name in "abc"})
     dashes = [series["dash"] for series in json.loads(chart.json())["series"]]
     assert len({str(dash) for dash in dashes}) == 3
+
+
+def _start(attempt: int, **flags: object) -> RunSettings:
+    at = datetime(2026, 1, 1, tzinfo=UTC)
+    return RunSettings(id=flags_key("train", attempt), values=flags, by="t", at=at)
+
+
+def test_a_mark_says_which_flag_changed_between_two_steps() -> None:
+    """A step has the flags of the last start up to its own trainer; what steps do not show is no mark."""
+    starts = [
+        _start(0, learning_rate=1e-3, max_steps=8, log_level="INFO"),
+        _start(3, learning_rate=1e-3, max_steps=8, log_level="DEBUG"),
+        _start(4, learning_rate=5e-4, max_steps=5, log_level="DEBUG"),
+        _start(6, learning_rate=1.0, max_steps=5, log_level="DEBUG"),
+    ]
+    assert [(item.role, item.attempt) for item in starts] == [("train", at) for at in (0, 3, 4, 6)]
+    steps = [_step(number, attempt=attempt) for number, attempt in ((1, 1), (2, 2), (3, 3), (4, 5), (5, 5))]
+    marks = flag_changes(steps, starts)
+    assert marks == [(4, "--learning_rate 0.001 → 0.0005, --max_steps 8 → 5")]
+    (chart,) = curves("r", [replace(step, metrics={"reward": 1.0}) for step in steps], 0.0, marks)
+    assert json.loads(chart.json())["marks"] == [list(mark) for mark in marks]
+    parents = [_step(1, attempt=9, inherited=True), _step(2), _step(3, attempt=3)]
+    assert flag_changes(parents, starts) == []
+    assert flag_changes(steps, []) == []
 
 
 def test_only_curves_with_values_are_drawn() -> None:

@@ -25,7 +25,7 @@ def test_a_healthy_run_has_no_finding() -> None:
     [
         ({"liveness": {"engines": (engine(60.0),)}}, "bad", "no inference engine is alive; 1 fell silent"),
         ({"liveness": {"engines": (engine(), engine(60.0))}}, "warn", "1 of 2 engines"),
-        ({"liveness": {"claims": {}}}, "warn", "no sampler holds a trajectory"),
+        ({"liveness": {"claims": {}, "listed": ()}}, "warn", "no sampler is alive"),
         ({"lease": TrainerLease()}, "warn", "no trainer runs"),
         ({"lease": TrainerLease(), "liveness": {"claims": {}}}, "warn", "3 of its tasks are unfinished"),
         ({"liveness": {"at": NOW + timedelta(seconds=61), "engines": (engine(-61),)},
@@ -98,5 +98,5 @@ def test_states() -> None:
     assert state(snapshot(**idle, tasks={("train", 0): {"completed": 8}})) == ("ended", "")
     assert state(snapshot(**idle, tasks={})) == ("empty", "")
     assert state(snapshot(lease=TrainerLease()))[0] == "sampling, no trainer"
-    assert state(snapshot(liveness={"claims": {}}))[0] == "trainer only"
+    assert state(snapshot(liveness={"claims": {}, "listed": ()}))[0] == "trainer only"
     assert findings(snapshot(**idle, tasks={("train", 0): {"completed": 8}})) == []

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 from rich.text import Text
-from snapshots import NOW, engine, printed, rows, snapshot, step_row, steps
+from snapshots import NOW, engine, printed, rows, sampler, snapshot, step_row, steps
 from waiting import cancel
 
 from agentrl.documents.run import (
+    Doing,
     Evaluation,
     FileChecksum,
     LiveWeights,
@@ -24,7 +25,14 @@ from agentrl.documents.run import (
     ServedVersion,
     TrainerLease,
 )
-from agentrl.documents.status import EvaluationStatus, ServiceStatus, StepStatus, TrainerEnd, VersionStatus
+from agentrl.documents.status import (
+    EvaluationStatus,
+    ServiceStatus,
+    StepStatus,
+    TrainerEnd,
+    VersionStatus,
+    Work,
+)
 from agentrl.errors import ConfigError, StoreUnavailableError
 from agentrl.observe.terminal import excerpt
 from agentrl.screens import screens_cli as command
@@ -38,6 +46,7 @@ from agentrl.screens.run_screens import (
 )
 from agentrl.screens.screens_cli import audit
 from agentrl.screens.snapshot import RunSnapshot, findings, published_versions
+from agentrl.screens.snapshot import state as state_of
 from agentrl.screens.views.counts import (
     Continued,
     DataCount,
@@ -129,17 +138,44 @@ def test_what_went_on_in_another_process_is_summed_up() -> None:
 
 
 def test_samplers_that_do_not_run_have_their_state_in_each_screen() -> None:
+    listed = [
+        sampler("a-1"), sampler("b-2", draining_at=NOW), sampler("c-3", draining_at=NOW), sampler("d-4", 60),
+    ]  # fmt: skip
+    run = snapshot(liveness={"claims": {"a-1": 3, "b-2": 2}, "listed": listed})
+    shown = " ".join(_printed(run).split())
+    assert "3 with 5 claims: a-1 (3, running), b-2 (2, draining), c-3 (0, draining); 2 draining" in shown
     states = {"a-1": "running", "b-2": "draining", "c-3": "draining", "d-4": "dead"}
-    run = snapshot(liveness={"claims": {"a-1": 3, "b-2": 2}, "sampler_states": states})
-    assert "2 with 5 claims: a-1 (3), b-2 (2, draining); 2 draining" in _printed(run)
     assert status_json(run, output_free=None)["sampler_states"] == states
-    assert "samplers: 2, with 5 claims, 2 draining" in run.liveness.describe()
-    drained = snapshot(liveness={"claims": {}, "sampler_states": {"b-2": "asked to drain"}})
+    assert "samplers: 3, with 5 claims, 1 running, 2 draining" in run.liveness.describe()
+    drained = snapshot(liveness={"claims": {}, "listed": [sampler("b-2", asked_at=NOW)]})
     assert "; 1 asked to drain" in " ".join(_printed(drained).split())
 
 
+def test_every_screen_says_what_the_processes_say_that_they_do() -> None:
+    """A sampler that holds nothing is alive, and only a process that says so waits."""
+    waits = Doing(work=Work.WAITING, what="for a group that it may sample")
+    listed = [sampler("a-1", doing=Doing(work=Work.SAMPLING)), sampler("b-2", doing=waits)]
+    trains = Doing(work=Work.TRAINING, what="step 7")
+    lease = TrainerLease(owner="t", lease_expires_at=NOW + timedelta(seconds=30), doing=trains)
+    liveness = {"claims": {"a-1": 2, "a-1-scoring": 1, "other": 1}, "listed": listed}
+    run = snapshot(lease=lease, liveness=liveness)
+    shown = " ".join(_printed(run).split())
+    assert "trainer t, training step 7" in shown
+    assert f"a-1 (3, sampling), b-2 (0, {waits.shown}), other (1, holding claims)" in shown
+    value = status_json(run, output_free=None)
+    assert value["trainer"]["doing"] == "training step 7"
+    assert value["sampler_work"]["b-2"] == waits.shown
+    assert run.liveness.describe().startswith("samplers: 3, with 4 claims, 1 sampling, 1 waiting for a group")
+    idle = snapshot(lease=lease, liveness={"claims": {}, "listed": listed[1:]})
+    assert state_of(idle)[0] == "training"
+    assert not [finding for finding in findings(idle) if "sampler" in finding.what]
+    nobody = snapshot(lease=lease, liveness={"claims": {}, "listed": [sampler("b-2", 60.0, doing=waits)]})
+    assert state_of(nobody)[0] == "trainer only"
+    assert "waiting" not in _printed(nobody)
+
+
 def test_an_empty_run_has_a_screen() -> None:
-    nobody = {"claims": {}, "sampler_states": {}, "engines": (), "outages": (), "last_claim": None}
+    nobody = {"claims": {}, "listed": (), "engines": (), "outages": (), "last_claim": None}
     page = _printed(_status(steps=[], tasks={}, failures=[], lease=TrainerLease(), liveness=nobody))
     assert "demo  empty" in page
     assert "no optimizer step yet" in page
@@ -174,8 +210,9 @@ def test_activities(
 def test_the_json_has_every_key_and_no_number_that_json_lacks() -> None:
     value = json.loads(json.dumps(status_json(_status(), output_free=5), allow_nan=False))
     keys = (
-        "run_name at activity steps rates queues trainer ended samplers sampler_states last_claim engines"
-        " outages failures parent children versions disk output_free state findings continued"
+        "run_name at activity steps rates queues trainer ended samplers sampler_states sampler_work"
+        " last_claim engines outages failures parent children versions disk output_free state findings"
+        " continued"
     )
     assert set(value) == set(keys.split())
     assert value["steps"][0]["metrics"] == {"tokens_per_second": 1234.5, "kl_k3": None}
@@ -374,8 +411,8 @@ def test_the_json_has_every_key() -> None:
     details = RunDetails(groups=(), data=(), lengths=(), prompts=(), environments=(), versions=(), steps=())
     keys = (
         "run_name tasks records failures continued groups data lengths prompts samplers sampler_states"
-        " outages past_outages waiting_for_score engines versions steps settings configurations environments"
-        " evaluations at state findings parent children"
+        " sampler_work outages past_outages waiting_for_score engines versions steps settings configurations"
+        " environments evaluations at state findings parent children"
     )
     value = json.loads(json.dumps(tables_json(snapshot(), details), allow_nan=False))
     assert set(value) == set(keys.split())

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal, NamedTuple, TypeVar
 
 import orjson
 from markupsafe import Markup
 
-from agentrl.documents.run import Evaluation
+from agentrl.config.agreement import per_process_flags
+from agentrl.documents.run import Evaluation, RunSettings, flags_at
+from agentrl.documents.training import attempt_of
 from agentrl.observe.metric_definitions import definition_of
-from agentrl.observe.terminal import finite, number
+from agentrl.observe.terminal import excerpt, finite, number
 from agentrl.screens.dashboard.render import link
 from agentrl.screens.views.pipelines import StepRow
 
@@ -28,6 +31,34 @@ _DASHES = (None, (9, 5), (2, 4), (9, 4, 2, 4), (16, 6), (16, 5, 2, 5))
 """Of lines by their order, in pixels: where two coincide, one shows through the gaps of the other."""
 TABLE_ROWS = 50
 """Rows of a chart's table; of longer series it shows the last ones."""
+
+
+class FlagChange(NamedTuple):
+    """A step that was trained with other flags than the step before."""
+
+    step: int
+    text: str
+    """``--learning_rate 0.001 → 0.0005``, for each flag that changed."""
+
+
+def flag_changes(steps: Sequence[StepRow], starts: Sequence[RunSettings]) -> list[FlagChange]:
+    """Return where the flags of the trainer changed, by the flags of all ``starts``.
+
+    Without flags that concern a process alone, and steps of the parent, whose starts are not known here.
+    """
+    found, unseen = [], per_process_flags()
+    for before, step in pairwise(step for step in steps if not step.inherited):
+        old, new = (flags_at(starts, attempt_of(each.id)) for each in (before, step))
+        if old is None or new is None or old is new:
+            continue
+        changed = [
+            f"--{name} {excerpt(str(old.values[name]), 40)} → {excerpt(str(value), 40)}"
+            for name, value in new.values.items()
+            if name not in unseen and name in old.values and old.values[name] != value
+        ]
+        if changed:
+            found.append(FlagChange(step.step, ", ".join(changed)))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +90,8 @@ class Chart:
     log_y: bool = False
     link_of_x: str | None = None
     """Address that a click on a point opens, which the point's x completes: ``/runs/a/steps/``."""
+    marks: Sequence[FlagChange] = ()
+    """Drawn as dashed lines across the chart."""
 
     @property
     def empty(self) -> bool:
@@ -74,6 +107,7 @@ class Chart:
             "y_range": self.y_range,
             "log_y": self.log_y,
             "link_of_x": self.link_of_x,
+            "marks": [list(mark) for mark in self.marks],
             "series": [
                 {"name": series.name, "dash": _DASHES[index % len(_DASHES)] if self.kind == "line" else None}
                 for index, series in enumerate(self.series)
@@ -165,12 +199,14 @@ CURVES: Sequence[Curve] = (
 )  # fmt: skip
 
 
-def curves(run: str, steps: Sequence[StepRow], smoothing: float = 0.0) -> list[Chart]:
-    """Return the charts that have a value; a click on a point opens its step.
+def curves(
+    run: str, steps: Sequence[StepRow], smoothing: float = 0.0, marks: Sequence[FlagChange] = ()
+) -> list[Chart]:
+    """Return the charts that have a value, with ``marks``; a click on a point opens its step.
 
     ``smoothing`` is the weight of the past in the moving average that lines show; 0 shows the values.
     """
-    charts = (_chart(curve, {"": steps}, run, smoothing) for curve in CURVES)
+    charts = (replace(_chart(curve, {"": steps}, run, smoothing), marks=marks) for curve in CURVES)
     return [chart for chart in charts if not chart.empty]
 
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 FREE: Json = {"owner": None, "lease_expires_at": None}
 """The owner and the lease of what nobody holds."""
 
-_RENEWALS_PER_LEASE = 3
+RENEWALS_PER_LEASE = 3
 
 _MAX_DOUBLINGS = 9
 
@@ -111,7 +111,7 @@ def renewed(
     renew: Callable[[], Awaitable[None]], seconds: float, what: str
 ) -> AbstractAsyncContextManager[None]:
     """Renew a lease of ``seconds`` by ``renew`` while the block runs; ``what`` names it in the log."""
-    return background(keep_renewed(renew, seconds / _RENEWALS_PER_LEASE, what))
+    return background(keep_renewed(renew, seconds / RENEWALS_PER_LEASE, what))
 
 
 async def keep_renewed(

@@ -20,7 +20,7 @@ class Leases:
     async def acquire(self, *_: Any) -> int:
         return 7
 
-    async def renew(self, attempt: int, seconds: float) -> None:
+    async def renew(self, attempt: int, seconds: float, doing: Any) -> None:
         raise ValueError("renewal")
 
     async def release(self, attempt: int, ended: Any) -> None:

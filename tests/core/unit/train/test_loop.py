@@ -28,6 +28,7 @@ from agentrl.errors import ConfigError, LeaseLostError, PublishError, StoreUnava
 from agentrl.observe.metric_definitions import DEFINITIONS
 from agentrl.train import checkpoint, controller, loop, publishing
 from agentrl.train.controller import Controller
+from agentrl.train.lease import HeldTrainerLease
 from agentrl.train.loop import Trainer
 from agentrl.train.step import PolicyTrainer, StepResult, TokenValues
 from agentrl.weights.folder import verify
@@ -310,6 +311,26 @@ async def test_a_stop_saves_and_leaves(store: FakeStore, start: Start, tmp_path:
     await trainer.run()
     assert (tmp_path / "output" / "checkpoint-000003" / "state.json").is_file()
     assert trainer.lease.ended is TrainerEnd.STOPPED
+
+
+async def test_the_heartbeat_says_that_a_trainer_waits_only_where_it_has_no_data(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = await start(max_steps=2)
+    said: list[str] = []
+
+    def note(lease: HeldTrainerLease, name: str, value: Any) -> None:
+        object.__setattr__(lease, name, value)
+        if name == "doing":
+            said.append(value.shown)
+
+    monkeypatch.setattr(HeldTrainerLease, "__setattr__", note)
+    await trainer.run()
+    assert said == [
+        "waiting for the data of step 1", "training step 1", "publishing the weights of step 1",
+        "waiting for the data of step 2", "training step 2", "publishing the weights of step 2",
+        "saving step 2", "waiting until the engines serve the last version",
+    ]  # fmt: skip
 
 
 async def test_how_a_trainer_ended_is_known(store: FakeStore, start: Start) -> None:

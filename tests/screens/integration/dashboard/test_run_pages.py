@@ -203,14 +203,21 @@ async def test_a_step_that_was_undone_leaves_the_curves(client: httpx2.AsyncClie
     steps = store.database["TrainStep"]
     first = await steps.find_one({"_id": run.STEP})
     assert first is not None
+    (begun,) = await store.settings.starts()
+    await store.settings.start(replace(begun, values={**begun.values, "max_steps": 80}), 2)
     await steps.insert_one({**first, "_id": "1/2", "step": 2, "metrics": {"reward": 0.123}})
-    assert "0.123" in await page(client, at)
+    before = await page(client, at)
+    assert "0.123" in before
+    assert "of 80" in before, "the newest flags"
+    assert "Flags of the trainer that changed" not in before
     await steps.update_one({"_id": "1/2"}, {"$set": {"status": "reverted"}})
     await steps.insert_one({**first, "_id": "2/2", "step": 2, "metrics": {"reward": 0.877}})
     await asyncio.sleep(1.1)
     again = await page(client, at)
     assert "0.877" in again
     assert "0.123" not in again
+    assert "from step 2 on <code>--max_steps 40 → 80</code>." in again
+    assert '"marks":[[2,"--max_steps 40 → 80"]]' in again
 
 
 async def test_what_was_withdrawn_is_shown_without_its_content(

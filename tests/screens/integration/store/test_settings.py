@@ -12,6 +12,8 @@ from small_run import add_task, claim
 from agentrl.config.agreement import sampler_settings, trainer_settings
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import LossConfig, RunConfig
+from agentrl.documents.run import RunSettings
+from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError
 from agentrl.evaluation.evaluate import evaluation_rules
 from agentrl.losses.settings import LossSettings
@@ -28,14 +30,14 @@ def flags(*words: str) -> Configs:
     return parse(words, command="agentrl sample", description="", shown=[])
 
 
-async def join(store: Store, role: str, *words: str) -> None:
+async def join(store: Store, role: str, *words: str) -> RunSettings:
     configs = flags(*words)
     facts = (
         sampler_settings(configs)
         if role == "sample"
         else trainer_settings(configs, LossSettings.of(configs[LossConfig]))
     )
-    await begin_run(store, configs, role, facts)
+    return await begin_run(store, configs, role, facts)
 
 
 async def test_the_first_process_writes_and_every_other_is_compared(store: Store) -> None:
@@ -109,6 +111,37 @@ async def test_the_resolved_configuration_of_each_role_is_stored(store: Store) -
     assert sample.given == ("max_turns",)
     assert train.values["epsilon"] == 3e-4
     assert {"python", "agentrl", "torch", "pymongo"} <= train.packages.keys()
+
+
+async def test_a_step_has_the_flags_of_the_trainer_that_made_it(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also after a resume from an earlier step; a start with the flags of the one before stores nothing."""
+    secret = ["--db_connection_string", "mongodb://someone:hunter2@host/"]
+
+    async def start(attempt: int, *words: str) -> None:
+        await store.settings.start(await join(store, "train", *words, *secret), attempt)
+
+    await start(1, "--learning_rate", "1e-3", "--max_steps", "8")
+    await start(2, "--learning_rate", "1e-3", "--max_steps", "8")
+    assert not caplog.text
+    for _ in range(2):  # a call whose answer was lost is repeated
+        await start(3, "--learning_rate", "5e-4", "--max_steps", "5")
+    assert caplog.text.count("--learning_rate is 0.0005, and agentrl train on") == 1
+    await start(7, "--learning_rate", "1e-3", "--max_steps", "8")
+    assert [item.id for item in await store.settings.starts()] == [
+        "flags/train", "flags/train@3", "flags/train@7",
+    ]  # fmt: skip
+    steps = [
+        TrainStep(id=f"{attempt}/{step}", step=step, policy_version=0, data=(), owner="t")
+        for step, attempt in ((1, 1), (2, 2), (3, 3), (4, 6), (5, 12))
+    ]
+    found = await store.settings.of_steps(steps)
+    assert [found[step.id].values["learning_rate"] for step in steps] == [1e-3, 1e-3, 5e-4, 5e-4, 1e-3]
+    assert [found[step.id].values["max_steps"] for step in steps] == [8, 8, 5, 5, 8]
+    assert (await store.settings.resolved())["train"].id == "flags/train@7"
+    assert set(await store.settings.all()) == {"rollouts", "loss", "adapter"}
+    assert "hunter2" not in str(await store.database["Settings"].find({}).to_list())
 
 
 async def test_what_differs_without_harm_is_named_in_a_warning(

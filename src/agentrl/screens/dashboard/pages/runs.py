@@ -27,7 +27,14 @@ from agentrl.errors import ConfigError, RunMissingError, StoreDeniedError, Store
 from agentrl.lab.manage_runs import RunAdmin, rename_run
 from agentrl.lab.transfer import write_parquet
 from agentrl.observe.metric_definitions import definition_of
-from agentrl.screens.dashboard.charts import SMOOTHINGS, Chart, Series, curves, evaluation_chart
+from agentrl.screens.dashboard.charts import (
+    SMOOTHINGS,
+    Chart,
+    Series,
+    curves,
+    evaluation_chart,
+    flag_changes,
+)
 from agentrl.screens.dashboard.pages.compare import MAX_RUNS
 from agentrl.screens.dashboard.query import (
     PAGE_ROWS,
@@ -61,7 +68,8 @@ async def _run(request: Request) -> Response:
         run = await reader_of(request, store).read()
     wrong = findings(run)
     word, color = state(run)
-    charts = curves(store.run_name, run.steps, SMOOTHINGS[smoothing])
+    changes = flag_changes(run.steps, run.starts)
+    charts = curves(store.run_name, run.steps, SMOOTHINGS[smoothing], changes)
     evaluated = evaluation_chart(run.evaluations)
     if not evaluated.empty:
         charts.insert(1, evaluated)
@@ -81,6 +89,7 @@ async def _run(request: Request) -> Response:
         tiles=_tiles(run),
         step_limit=_step_limit(run),
         figures=charts,
+        changes=changes,
         smoothing=smoothing,
         smoothings=SMOOTHINGS,
         task_rows=_status_rows(run.tasks_by_split, [str(status) for status in TaskStatus]),
@@ -131,7 +140,7 @@ def _tiles(run: RunSnapshot) -> list[_Tile]:
         _Tile("Since the last step", seconds_since_step(run), kind="duration"),
         _Tile("KL(μ‖π)", mean_of_last(run.steps, "kl_k3"), "last 5 steps"),
         _Tile("Tokens/s", mean_of_last(run.steps, "tokens_per_second"), "trainer"),
-        _Tile("Samplers", len(run.liveness.claims), ", ".join(filter(None, holders))),
+        _Tile("Samplers", len(run.liveness.samplers), ", ".join(filter(None, holders))),
         _Tile("Engines", len(run.liveness.live_engines), "alive"),
         _Tile("Trajectories", sum(records.values()), f"{running:,} running"),
         _Tile("Wait for a score", run.liveness.waiting_for_score),

@@ -86,6 +86,28 @@ function chartOf(plot, figure) {
     ],
     cursor: { drag: { x: true, y: !figure.y_range, uni: 30 }, points: { show: !isBars } },
     hooks: {
+      draw: [(chart) => {
+        const { ctx, bbox } = chart;
+        const scale = devicePixelRatio;
+        ctx.save();
+        ctx.strokeStyle = ctx.fillStyle = style.color;
+        ctx.font = `${11 * scale}px ${style.fontFamily}`;
+        ctx.setLineDash([4 * scale, 4 * scale]);
+        ctx.beginPath();
+        ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+        ctx.clip();
+        figure.marks.forEach(([step, text], index) => { // a flag changed between two steps
+          const x = Math.round(chart.valToPos(step - 0.5, "x", true));
+          ctx.beginPath();
+          ctx.moveTo(x, bbox.top);
+          ctx.lineTo(x, bbox.top + bbox.height);
+          ctx.stroke();
+          const isRight = x > bbox.left + bbox.width / 2;
+          ctx.textAlign = isRight ? "right" : "left";
+          ctx.fillText(text, x + (isRight ? -4 : 4) * scale, bbox.top + (12 + 13 * (index % 4)) * scale);
+        });
+        ctx.restore();
+      }],
       ready: [(chart) => {
         let opening; // waits for a second click, which resets the zoom
         chart.over.addEventListener("click", () => {
