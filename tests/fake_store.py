@@ -168,8 +168,9 @@ class _Training(_Part):
         self.store.set_status(bad, DataStatus.QUARANTINED)
         return len(bad)
 
-    async def prefix_cache_hit_rate(self, tasks: Sequence[str]) -> float | None:
-        return 0.5 if tasks else None
+    async def spent(self, tasks: Sequence[str]) -> dict[str, float]:
+        spent = dict.fromkeys(("generate_seconds", "tool_seconds", "judge_seconds", "api_cost"), 1.0)
+        return {**spent, "prefix_cache_hit_rate": 0.5} if tasks else {}
 
     async def mean_generated_tokens(
         self, *, tasks: Sequence[str] | None = None, records: Sequence[str] | None = None

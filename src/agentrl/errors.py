@@ -16,6 +16,7 @@ AgentRLError
 ├── PublishError                weights could not be written or do not match their checksums
 ├── TrainingError               no data came in time, or the loss is not finite
 ├── TimeLimitError              a time limit ended the run before its last step
+├── CostLimitError              the run has cost ``--max_cost``
 └── FailureError                ends one attempt at a trajectory; ``kind`` says what failed. With ``outage``
     │                           it ends none: it names what is down, and the call is repeated later
     ├── EngineError             the inference engine failed
@@ -202,6 +203,12 @@ class TimeLimitError(AgentRLError):
     """A time limit ended the run before its last step. What was trained is saved."""
 
     exit_code = 4
+
+
+class CostLimitError(AgentRLError):
+    """The run has cost what it may. Sampled work is released, and goes on under a higher ``--max_cost``."""
+
+    exit_code = 5
 
 
 class FailureError(AgentRLError):

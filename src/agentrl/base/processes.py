@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from agentrl.base.concurrency import Backoff
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError, ConfigError, CostLimitError
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -588,6 +588,8 @@ class Supervisor:
             return
         if code == ConfigError.exit_code:
             raise ConfigError(f"{member.name} cannot run: {exit_reason(member.log)}", hint=_see(member.log))
+        if code == CostLimitError.exit_code:
+            raise CostLimitError(f"{member.name} ended: {exit_reason(member.log)}")
         if time.monotonic() - member.started_at >= _STEADY_SECONDS:
             member.restarts = 0
         member.restarts += 1

@@ -813,7 +813,10 @@ class CallWriter:
                     len(call.tool_executions) - turn.written_executions
                     for turn, call in zip(turns, calls, strict=True)
                 ]
-                await self._store.model_calls.add(self._claim, *calls, new_executions=added)
+                spent = [
+                    call.spent.since(turn.written_spent) for turn, call in zip(turns, calls, strict=True)
+                ]
+                await self._store.model_calls.add(self._claim, *calls, new_executions=added, new_spent=spent)
                 # Take calls off the queue once they are stored: to ``flush``, an empty one means all are.
                 for turn, call, seen in zip(turns, calls, changes, strict=True):
                     turn.wrote(call, seen)

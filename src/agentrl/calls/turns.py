@@ -22,6 +22,7 @@ from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     Event,
     FixedModelCall,
+    Spent,
     ToolExecution,
     pack_floats,
     pack_ids,
@@ -96,6 +97,8 @@ class Turn:
     """How often its document was written again."""
     written_executions: int = 0
     """The tool runs that its document has."""
+    written_spent: Spent = field(default_factory=Spent)
+    """What its document counts."""
 
     @property
     def content(self) -> str:
@@ -189,7 +192,7 @@ class Turn:
         self.tool_seconds = stored.tool_seconds
         self.changed_at = stored.created_at
         self.written, self.revision = self.changes, stored.revision
-        self.written_executions = len(stored.tool_executions)
+        self.written_executions, self.written_spent = len(stored.tool_executions), stored.spent
 
     def has_run(self, call: ToolCall) -> bool:
         """Return whether an earlier owner ran this call, which was valid then."""
@@ -199,7 +202,7 @@ class Turn:
     def wrote(self, document: DispatchedSamplingTask, changes: int) -> None:
         """Note that its document was written, as it was after ``changes``."""
         self.written, self.revision = changes, document.revision
-        self.written_executions = len(document.tool_executions)
+        self.written_executions, self.written_spent = len(document.tool_executions), document.spent
         if self.closed and self.is_written:
             self.forget_stored()
 

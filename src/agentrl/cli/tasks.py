@@ -9,13 +9,12 @@ import argparse
 import asyncio
 import hashlib
 import json
-import re
 import time
-import unicodedata
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +31,7 @@ from agentrl.environments.environment import use_containers
 from agentrl.observe.progress import progress
 from agentrl.observe.terminal import clean, print_json
 from agentrl.rollout.load_tasks import read_source
-from agentrl.scoring.answers import unchecked
+from agentrl.scoring.answers import leaked_in, normalized_text, unchecked, word_runs
 
 SOURCE = (
     "a JSONL, JSON, Parquet, CSV or Arrow file, FOLDER[:SPLIT], hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], a"
@@ -154,27 +153,32 @@ async def check(arguments: argparse.Namespace) -> int:
     use_containers(group_of(ContainerConfig, arguments))
     flags = group_of(TaskConfig, arguments)
     count_tokens = None if arguments.model_name_or_path is None else _counter(arguments.model_name_or_path)
-    sources = {"train": arguments.file, **({"eval": flags.eval_file} if flags.eval_file else {})}
+    # Read the held-out tasks first: the runs of words in memory are those of the smaller source.
+    sources = {**({"eval": flags.eval_file} if flags.eval_file else {}), "train": arguments.file}
+    overlaps = Overlaps() if flags.eval_file else None
     checked, reports = {}, {}
     for split, source in sources.items():
         began = time.monotonic()
         with progress(f"reading {source}"):
-            checked[split] = await read_checked(source, split, flags)
+            checked[split] = await read_checked(source, split, flags, overlaps)
         seconds = max(time.monotonic() - began, 1e-3)
         reports[split] = report(source, checked[split], count_tokens)
         reports[split]["rows_per_second"] = round(reports[split]["rows"] / seconds)
-    leaked = leakage(checked["train"], checked["eval"]) if "eval" in checked else None
+    leaked = None if overlaps is None else leakage(checked["train"], checked["eval"], overlaps)
     stops = any(item["bad"] for item in reports.values())
     if arguments.json:
         print_json({**reports["train"], "eval": reports.get("eval"), "leakage": leaked, "loads": not stops})
         return int(stops)
-    for item in reports.values():
+    for item in reversed(reports.values()):
         _print(item)
     if leaked is not None:
         _line(
             "leakage", f"{leaked['tasks']} of {leaked['of']} eval tasks ask a question of the training tasks"
         )
         _lines("", [f"train {pair['train']} = eval {pair['eval']}" for pair in leaked["examples"]])
+        near = leaked["near"]
+        _line("", f"{near['tasks']} more have half of their runs of {RUN_WORDS} words from one training task")
+        _lines("", [f"train {pair['train']} ≈ eval {pair['eval']}" for pair in near["examples"]])
     print("→ this would not load" if stops else "→ this loads")
     return int(stops)
 
@@ -214,6 +218,9 @@ def _print(report: Mapping[str, Any]) -> None:
         f"{duplicates['same']} with the same question, {duplicates['near']} with nearly the same",
     )
     _lines("", [" = ".join(pair) for pair in duplicates["examples"]])
+    if leaks := report["leaks"]["tasks"]:
+        _line("answers", f"{leaks} tasks give theirs in the prompt; choices and extracts do so on purpose")
+        _lines("", [f"{item['task']}, in {item['in']}" for item in report["leaks"]["examples"]])
     _lines("warning", report["warnings"])
     if report["unchecked"]:
         _line("not checked", f"whether right answers score 1 with {', '.join(report['unchecked'])}")
@@ -242,7 +249,6 @@ _FIELDS = 200
 _COUNTED = 10_000
 """Tasks whose tokens are counted."""
 _NAMES = ("scorer", "answer_schema", "agent_name", "environment")
-_MARKS = re.compile(r"[.,;:!?\"'’“”()\[\]]+")
 
 
 @dataclass(slots=True)
@@ -257,6 +263,10 @@ class CheckedTasks:
     near: array[int] = field(default_factory=lambda: array("Q"))
     characters: array[int] = field(default_factory=lambda: array("Q"))
     images: int = 0
+    leaks: dict[int, str] = field(default_factory=dict)
+    """Index of a task → where its prompt gives its answer."""
+    overlaps: Overlaps | None = None
+    is_held_out: bool = False
 
     def look(self, task: Task, item: Item) -> None:
         """Count one task."""
@@ -271,14 +281,59 @@ class CheckedTasks:
         if task.environment is not None:
             decides += json.dumps([task.environment, task.meta], sort_keys=True)
         self.exact.append(_hash(task.query + decides))
-        self.near.append(_hash(normalized_query(task.query) + decides))
+        self.near.append(_hash(normalized_text(task.query) + decides))
         self.characters.append(len(task.query) + sum(len(str(item.get("content"))) for item in task.messages))
         self.images += len(task.images)
+        place = len(self.exact) - 1
+        if (where := leaked_in(task)) is not None:
+            self.leaks[place] = where
+        if self.overlaps is not None:
+            (self.overlaps.add if self.is_held_out else self.overlaps.look)(place, task.query)
 
 
-def normalized_query(text: str) -> str:
-    """Return a question in lower case and NFKC, with single spaces and without punctuation of sentences."""
-    return " ".join(_MARKS.sub(" ", unicodedata.normalize("NFKC", text).casefold()).split())
+RUN_WORDS: Final = 8
+_COMMON = 10
+"""Held-out tasks from which on a run of words that they share is their instruction."""
+
+
+class Overlaps:
+    """Finds the held-out questions of which half of the runs of words stand in one training task.
+
+    ``add`` all held-out questions, then ``look`` at the training tasks: linear in their words.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[int]] = defaultdict(list)
+        """Hash of a run → the held-out tasks that have it."""
+        self._runs: Counter[int] = Counter()
+        """Held-out task → its runs that are no instruction."""
+        self.found: dict[int, int] = {}
+        """Held-out task → the first training task that has half of its runs."""
+
+    def add(self, place: int, question: str) -> None:
+        """Add a held-out question."""
+        for run in _hashed_runs(question):
+            tasks = self._held[run]
+            tasks.append(place)
+            self._runs[place] += 1
+            if len(tasks) == _COMMON:
+                self._runs.subtract(tasks)
+            elif len(tasks) > _COMMON:
+                self._runs[place] -= 1
+
+    def look(self, place: int, question: str) -> None:
+        """Look at a training task."""
+        known = (self._held.get(run, ()) for run in _hashed_runs(question))
+        shared = Counter(task for tasks in known if len(tasks) < _COMMON for task in tasks)
+        for task, count in shared.items():
+            if 2 * count >= self._runs[task]:
+                self.found.setdefault(task, place)
+
+
+def _hashed_runs(question: str) -> set[int]:
+    """Return hashes, which differ from process to process, of the runs of words; of fewer words none."""
+    text = normalized_text(question)
+    return set() if text.count(" ") < RUN_WORDS - 1 else set(map(hash, word_runs(text, RUN_WORDS)))
 
 
 def _hash(text: str) -> int:
@@ -286,9 +341,11 @@ def _hash(text: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-async def read_checked(source: str, split: str, flags: TaskConfig) -> CheckedTasks:
+async def read_checked(
+    source: str, split: str, flags: TaskConfig, overlaps: Overlaps | None = None
+) -> CheckedTasks:
     """Read and count the tasks of ``source``; bad rows are in ``result.skipped``. Raises TaskFileError."""
-    checked = CheckedTasks()
+    checked = CheckedTasks(overlaps=overlaps, is_held_out=split == "eval")
     flags = replace(flags, shuffle_tasks=False, skip_bad_lines=True)
     checked.result = await read_source(source, flags, split=split, look=checked.look)
     return checked
@@ -325,6 +382,13 @@ def report(
         "sizes": sizes,
         "images": checked.images,
         "duplicates": _duplicates(checked),
+        "leaks": {
+            "tasks": len(checked.leaks),
+            "examples": [
+                {"task": tasks[place].task_id, "in": where}
+                for place, where in islice(checked.leaks.items(), EXAMPLES)
+            ],
+        },
     }
 
 
@@ -348,17 +412,27 @@ def _duplicates(checked: CheckedTasks) -> dict[str, Any]:
     return {"same": same, "near": len(repeats) - same, "examples": examples}
 
 
-def leakage(train: CheckedTasks, held_out: CheckedTasks) -> dict[str, Any]:
-    """Return how many tasks of ``held_out`` ask a question of ``train``, and the ids of some of both."""
+def leakage(train: CheckedTasks, held_out: CheckedTasks, overlaps: Overlaps) -> dict[str, Any]:
+    """Return how many tasks of ``held_out`` ask a question of ``train``, and the ids of some of both.
+
+    ``near`` counts those that do not, and share their runs of words with one.
+    """
     known, asked = (np.frombuffer(item.near, dtype=np.uint64) for item in (train, held_out))
     values, first = np.unique(known, return_index=True)
     places = np.minimum(np.searchsorted(values, asked), len(values) - 1)
     shared = np.flatnonzero(values[places] == asked)
-    examples = [
-        {
-            "train": train.result.tasks[int(first[places[index]])].task_id,
-            "eval": held_out.result.tasks[int(index)].task_id,
-        }
-        for index in shared[:EXAMPLES]
-    ]
-    return {"tasks": len(shared), "of": len(asked), "examples": examples}
+    same = {int(index): int(first[places[index]]) for index in shared}
+    near = {place: found for place, found in sorted(overlaps.found.items()) if place not in same}
+
+    def examples(pairs: Mapping[int, int]) -> list[dict[str, str]]:
+        return [
+            {"train": train.result.tasks[other].task_id, "eval": held_out.result.tasks[place].task_id}
+            for place, other in islice(pairs.items(), EXAMPLES)
+        ]
+
+    return {
+        "tasks": len(same),
+        "of": len(asked),
+        "examples": examples(same),
+        "near": {"tasks": len(near), "examples": examples(near)},
+    }

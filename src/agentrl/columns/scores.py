@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from agentrl.base.concurrency import background
 from agentrl.base.processes import stop_on_signals
 from agentrl.base.registry import import_modules
 from agentrl.base.spans import NO_SPAN, Span, tracer
 from agentrl.base.user_code import allow, contain_call, contain_errors, is_allowed
+from agentrl.columns.gold import read_gold, watch_gold
 from agentrl.columns.outages import CallFailures, Outages, report_outages
 from agentrl.columns.pool import Pool, SlotLeases, owner_name
 from agentrl.config.load import Configs
@@ -21,7 +23,9 @@ from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.documents.task import FEEDBACK, Claim
 from agentrl.environments.environment import names_of
 from agentrl.errors import FailureError, LeaseLostError, ScorerError, StoreError
+from agentrl.llm.agent_config import use_prices
 from agentrl.observe.logging import failure_text
+from agentrl.scoring.answers import answer_seen_in
 from agentrl.scoring.scorers import ScorerContext, score_context, stored_context
 from agentrl.store.client import open_existing
 from agentrl.store.mechanics.retry import retry_outages
@@ -54,6 +58,8 @@ class Scoring:
 
     async def _score(self, claim: Claim, context: ScorerContext, span: Span) -> bool:
         scorer = claim.task.scorer
+        if (tool := answer_seen_in(context, self.sampling.watch_answers)) is not None:
+            await self.store.records.advance(claim, RecordStatus.SCORING, answer_seen_in=tool)
         if scorer == FEEDBACK and context.agent_score is None:
             status = await self.store.attempts.await_feedback(claim, self.sampling.feedback_hours)
             logger.info("no feedback" if status is SlotStatus.FAILED else "waits for feedback",
@@ -174,15 +180,19 @@ class QueuedScores(SlotLeases):
 async def score(configs: Configs, split: str, *, until_empty: bool) -> int:
     """Score until a signal, or with ``until_empty`` until nothing waits; return how many got a score."""
     run = configs[RunConfig]
+    use_prices(run.prices)
     import_modules(configs[TaskConfig].imported_modules)
+    gold = read_gold(configs[SamplingConfig].judge_gold)
     at_once = asyncio.Event()
     stop = stop_on_signals(at_once)
     with retry_outages(run.db_wait_seconds, stop):
         async with await open_existing(run) as store:
-            return await score_queued(
-                store, configs[SamplingConfig], configs[ClaimConfig], split, stop, until_empty=until_empty,
-                at_once=at_once,
-            )  # fmt: skip
+            sampling = configs[SamplingConfig]
+            async with background(watch_gold(store, gold, sampling, owner_name())):
+                return await score_queued(
+                    store, sampling, configs[ClaimConfig], split, stop, until_empty=until_empty,
+                    at_once=at_once,
+                )  # fmt: skip
 
 
 async def score_queued(

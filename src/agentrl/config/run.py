@@ -45,6 +45,12 @@ class RunConfig(Flags):
         per_process=True,
     )
     seed: int = flag(0, "seed of task order, sampling and training", within="[0, 4294967295]")
+    prices: str | None = flag(
+        None,
+        "YAML or JSON file with the prices of GPUs, tools and models, for the costs that status, audit and"
+        " dashboard show and that --max_cost limits (docs/operations.md)",
+        per_process=True,
+    )
     db_connection_string: str | None = flag(
         None,
         "URI of a MongoDB replica set, 6.0 or newer (default: $MONGO_URI, or what the file $MONGO_URI_FILE"

@@ -528,6 +528,22 @@ class SamplingConfig(Flags):
     scorer_timeout_seconds: float = flag(
         120.0, "timeout of one call of a scorer", within="(0, inf)", unit="seconds"
     )
+    watch_answers: str = flag(
+        "auto",
+        "tool results that are searched for the task's answer, for a finding of status and dashboard: auto"
+        " (for the answer and the question: a copy of the data set), none, or the names of tools,"
+        " comma-separated, that should not know it (docs/tools.md)",
+        per_process=True,
+    )
+    judge_gold: str | None = flag(
+        None,
+        "JSONL file of up to 200 answers with the score that people gave; one sampler or scorer has them"
+        " judged again every --judge_gold_every steps, and a change is a finding (docs/scoring.md)",
+        per_process=True,
+    )
+    judge_gold_every: int = flag(
+        50, "steps between two judgings of --judge_gold", within="[1, inf)", unit="steps", per_process=True
+    )
     feedback_hours: float = flag(
         72.0,
         "how long a trajectory with the scorer feedback waits for it after it was sampled; without any it"
@@ -541,6 +557,13 @@ class SamplingConfig(Flags):
         "exit after this long without work (default: never)",
         within="(0, inf)",
         unit="seconds",
+        per_process=True,
+    )
+    max_cost: float | None = flag(
+        None,
+        "what the run may cost, in the currency of --prices: a sampler that finds more spent releases its"
+        " work and ends with exit code 5 (default: no limit)",
+        within="(0, inf)",
         per_process=True,
     )
     agent_config_path: str = flag(

@@ -354,7 +354,7 @@ async def step_window(store: Store, split: str, groups: Sequence[str]) -> Window
 
 
 async def window_metrics(store: Store, window: Window, trained: Sequence[str]) -> dict[str, Any]:
-    """Return ``trajectory_means``, ``masked_calls``, ``length_bias`` and ``prefix_cache_hit_rate``.
+    """Return ``trajectory_means``, ``masked_calls``, ``length_bias``, and what the trajectories took.
 
     ``masked_calls`` counts model calls that a sampling parameter excludes from training. ``length_bias`` is
     the mean number of generated tokens of the Records ``trained``, divided by that of all scored Records in
@@ -369,10 +369,7 @@ async def window_metrics(store: Store, window: Window, trained: Sequence[str]) -
     trained_mean = await store.training.mean_generated_tokens(records=trained)
     if sampled_mean and trained_mean:
         metrics["length_bias"] = trained_mean / sampled_mean
-    hit_rate = await store.training.prefix_cache_hit_rate(window.tasks)
-    if hit_rate is not None:
-        metrics["prefix_cache_hit_rate"] = hit_rate
-    return metrics
+    return {**metrics, **await store.training.spent(window.tasks)}
 
 
 def trajectory_means(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float]:

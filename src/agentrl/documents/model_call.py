@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -414,6 +414,18 @@ class FixedModelCall(Document):
     cost: float = 0.0
 
 
+class Spent(NamedTuple):
+    """What a model call took beside its own generation, so far."""
+
+    tool_seconds: float = 0.0
+    api_tokens: int = 0
+    api_cost: float = 0.0
+
+    def since(self, earlier: Spent) -> dict[str, float]:
+        """Return what was added to ``earlier``, by field of the Record."""
+        return {name: now - then for name, now, then in zip(self._fields, self, earlier, strict=True)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchedSamplingTask(Root):
     """One model call. ``id`` is ``record_id/index``.
@@ -490,6 +502,18 @@ class DispatchedSamplingTask(Root):
     def message(self) -> dict[str, Any]:
         """Return the assistant's message as it was sampled."""
         return {"role": "assistant", **read_message(self.response)}
+
+    @property
+    def spent(self) -> Spent:
+        """Return what the call, its tools and the events after it took."""
+        asked = [call for run in self.tool_executions if run.condensed for call in run.condensed.calls]
+        models = [*asked, *([self.fixed] if self.fixed else [])]
+        events = [event.seconds for event in self.events if event.name in (STEP, TOOL)]
+        return Spent(
+            tool_seconds=sum(run.seconds for run in self.tool_executions) + sum(events),
+            api_tokens=sum(model.prompt_tokens + model.completion_tokens for model in models),
+            api_cost=sum(model.cost for model in models),
+        )
 
     @property
     def is_context_reset(self) -> bool:

@@ -423,6 +423,8 @@ class Record(Root):
     final_answer: str | None = None
     score: float | None = None
     score_details: dict[str, Any] = field(default_factory=dict)
+    answer_seen_in: str | None = None
+    """The tool whose result had the task's answer before the model wrote it (``--watch_answers``)."""
     stop_reason: StopReason | None = None
     failure: Failure | None = None
     unscored_because: Failure | None = None
@@ -450,6 +452,15 @@ class Record(Root):
     cached_tokens: int = 0
     """Tokens of these prompts that the engines had in their prefix caches."""
     generated_tokens: int = 0
+    generate_seconds: float = 0.0
+    """Seconds of the policy's model calls; an engine makes several at a time."""
+    tool_seconds: float = 0.0
+    """Seconds of its tools and of its environment."""
+    api_tokens: int = 0
+    """Tokens of models other than the policy that its agent and its tools asked; those of judges are in
+    ``score_details``."""
+    api_cost: float = 0.0
+    """What they cost, by the prices at the time of the call."""
     min_version: int | None = None
     max_version: int | None = None
     owner: str | None = None

@@ -455,6 +455,8 @@ class InferenceService(Root):
     detail: str | None = None
     needs_full: bool = False
     """Whether it waits for whole weights: a delta that it needs is damaged or missing."""
+    gpus: int = 1
+    """The GPUs that it computes on; without any, 1."""
     host: str
     pid: int
     # Ask for more than the URL: after a restart another engine may listen at the same host and port.
@@ -555,3 +557,34 @@ class Evaluation(Root):
     def total(self) -> dict[str, Any]:
         """The results of all tasks together; empty before it is finished."""
         return (self.results or {}).get("total") or {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldScore(Document):
+    """What a scorer gave one row of the gold slice; ``problem``: it gave nothing."""
+
+    scorer: str
+    expected: float
+    score: float | None = None
+    model: str | None = None
+    """The judge's; None: the scorer asked none, for this answer."""
+    seconds: float = 0.0
+    cost: float = 0.0
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeCheck(Root):
+    """One judging of the gold slice (``--judge_gold``). ``id`` is ``digest/step``."""
+
+    id: str
+    digest: str
+    """Of the file: another one is compared with itself alone."""
+    step: int
+    owner: str
+    lease_expires_at: datetime
+    """Another process judges it then, if it is not finished."""
+    began_at: datetime = field(default_factory=now)
+    scores: tuple[GoldScore, ...] = ()
+    """In the order of the file."""
+    finished_at: datetime | None = None

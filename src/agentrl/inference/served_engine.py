@@ -553,6 +553,7 @@ class ServedEngine:
             engine=self._config.engine,
             model=self._weights.folder,
             policy_version=self._weights.loaded.version,
+            gpus=self._config.inf_tp_size,
             host=socket.gethostname(),
             pid=self._process.pid,
             instance=self._process.instance,

@@ -25,6 +25,7 @@ from agentrl.store.mechanics.connection import (
     GATEWAY_CALL,
     GATEWAY_SESSION,
     IMAGE,
+    JUDGE_CHECK,
     LABEL,
     LEASE,
     MODEL_CALL,
@@ -132,8 +133,8 @@ ROLES: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "agentrl_sampler": {
         TASK: _CHANGE, RECORD: _CHANGE, MODEL_CALL: _EDIT, DATA: _ADD, GATE: _CHANGE, EPOCH: _CHANGE,
         SETTINGS: _ADD, OUTAGE: _CHANGE, EVALUATION: _CHANGE, GATEWAY_SESSION: _CHANGE, GATEWAY_CALL: _CHANGE,
-        IMAGE: _CHANGE, COLUMN: _CHANGE, SAMPLER: _CHANGE, **_packed(COLUMN), **_packed(MODEL_CALL, "remove"),
-        **_packed(DATA), **_packed(IMAGE),
+        IMAGE: _CHANGE, COLUMN: _CHANGE, SAMPLER: _CHANGE, JUDGE_CHECK: _CHANGE, **_packed(COLUMN),
+        **_packed(MODEL_CALL, "remove"), **_packed(DATA), **_packed(IMAGE),
     },
     "agentrl_trainer": {
         TASK: ["update"], RECORD: ["update"], DATA: ["update"], STEP: _CHANGE, VERSION: _CHANGE,

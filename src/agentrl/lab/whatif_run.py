@@ -67,7 +67,7 @@ ORDER_SEED = "order_seed"
 """Key in ``Relative.changed`` of the seed that shuffles the order of the steps."""
 _SAMPLED = (
     "reward", "pass_rate", "abandoned_fraction", "abandoned_groups", "masked_calls", "length_bias",
-    "prefix_cache_hit_rate", "groups",
+    "prefix_cache_hit_rate", "groups", "generate_seconds", "tool_seconds", "judge_seconds", "api_cost",
 )  # fmt: skip
 """Metrics of a step about sampling, which stays as it was."""
 _LISTED = 5

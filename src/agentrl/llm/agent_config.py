@@ -1,4 +1,4 @@
-"""Read ``assets/agent_config.yml``: endpoints of judges and browse models, and their limits."""
+"""Read ``assets/agent_config.yml``: endpoints of judges and browse models, and their limits; and prices."""
 
 from __future__ import annotations
 
@@ -94,6 +94,44 @@ class BrowseSection(AgentSection):
     """Tokens of one part; a longer result is read in parts."""
     tokenizer_path: Text | None = None
     enable_logging: Switch = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPrice(SettingsModel):
+    """What a million tokens of a model cost."""
+
+    input: Amount = 0.0
+    output: Amount = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices(SettingsModel):
+    """The file ``--prices``: what a run pays for, in one currency."""
+
+    gpu_hour: Amount = 0.0
+    """An hour of one GPU; an engine or a trainer without any counts as one."""
+    tool_second: Amount = 0.0
+    models: Mapping[str, ModelPrice] = field(default_factory=dict)
+    """By the name of a judge, a browse agent or a fixed model; in place of its ``input_price`` and
+    ``output_price``."""
+
+
+model_prices: dict[str, ModelPrice] = {}
+"""The prices of models that ``use_prices`` read: each call is stored with what it cost then."""
+
+
+def read_prices(path: str | Path | None) -> Prices | None:
+    """Return the prices of a file; None without a path. Raises ConfigError."""
+    if path is None:
+        return None
+    hint = "write gpu_hour, tool_second and models: docs/operations.md#what-a-run-costs"
+    file = read_settings(path, what="the file of --prices,", hint=hint)
+    return file.check(Prices, file.content)
+
+
+def use_prices(path: str | Path | None) -> None:
+    """Read the prices: each call of a model is stored with what it costs by them from now on."""
+    model_prices.update(prices.models if (prices := read_prices(path)) else {})
 
 
 def load_judge(path: str | Path) -> JudgeSection:

@@ -23,7 +23,7 @@ import httpx2
 from agentrl.base.concurrency import Backoff, Deadline
 from agentrl.base.proxies import ProxiedTransport
 from agentrl.base.spans import NO_SPAN, Attributes, Span, tracer
-from agentrl.llm.agent_config import AgentSection, ModelEndpoint
+from agentrl.llm.agent_config import AgentSection, ModelEndpoint, ModelPrice, model_prices
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
@@ -240,12 +240,13 @@ class EndpointClient:
             span.messages("gen_ai.output.messages", [reply])
         use.amount = prompt + completion or use.amount
         end = self.endpoint
+        price = model_prices.get(end.model) or ModelPrice(input=end.input_price, output=end.output_price)
         return Completion(
             model=end.model,
             text=text,
             prompt_tokens=prompt,
             completion_tokens=completion,
-            cost=(prompt * end.input_price + completion * end.output_price) / 1e6,
+            cost=(prompt * price.input + completion * price.output) / 1e6,
             seconds=time.monotonic() - started,
             tool_calls=tool_calls,
             is_cut=is_cut,

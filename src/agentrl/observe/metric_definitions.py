@@ -101,6 +101,13 @@ SECTIONS: Final[dict[str, tuple[MetricDefinition, ...]]] = {
         _("published_bytes", "bytes of the newest version's files", "bytes", "few: whole weights are most"),
         _("seconds_device", "with --colocate: waiting until the engine gives the device, and moving weights and moments", "s", "below a tenth of the step"),
     ),
+    "Costs": (
+        _("gpu_seconds", "time since the step before × ranks of the trainer; 0 with --colocate, whose device the engine's time counts", "s", "near the step's seconds × ranks"),
+        _("generate_seconds", "seconds of the model calls of the step's groups, stale and filtered ones included; an engine makes many at a time", "s", "steady"),
+        _("tool_seconds", "seconds of the tools and environments of these groups", "s", "below generate_seconds"),
+        _("judge_seconds", "seconds of their judges; an answer from the cache takes none", "s", "below generate_seconds"),
+        _("api_cost", "money for their judges, fixed models and browse agents, by the prices at the time of each call", "currency", "steady"),
+    ),
 }  # fmt: skip
 """The definitions by section, in the order of the page."""
 

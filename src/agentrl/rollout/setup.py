@@ -21,6 +21,7 @@ from agentrl.chat.model_folder import model_context_length, tokenizer_fingerprin
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.parsers.arguments import load_validator
 from agentrl.chat.parsers.parser import PARSERS
+from agentrl.columns.gold import read_gold, watch_gold
 from agentrl.columns.outages import Outages
 from agentrl.columns.pool import bounded, owner_name
 from agentrl.config.agreement import sampler_settings
@@ -45,9 +46,10 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.environments.environment import use_containers
 from agentrl.environments.snapshots import Snapshots
-from agentrl.errors import ModelError
+from agentrl.errors import ConfigError, CostLimitError, ModelError
 from agentrl.inference.engine import Router
 from agentrl.inference.session import EngineRouter, LiveEngines
+from agentrl.llm.agent_config import Prices, read_prices, use_prices
 from agentrl.observe.begin_run import begin_model, begin_run
 from agentrl.rollout.agent_io import Endpoint, agent_cfg_path
 from agentrl.rollout.agents import CONTEXT_MANAGERS, check_agent
@@ -59,6 +61,7 @@ from agentrl.rollout.worker import Worker
 from agentrl.scoring.groups import ESTIMATORS
 from agentrl.store.claims import GroupLimit
 from agentrl.store.client import Store, open_store
+from agentrl.store.costs import Costs
 from agentrl.store.epochs import CURRICULUM, ORDER, Selection
 from agentrl.store.mechanics.retry import log_store_errors, retry_outages
 from agentrl.store.services import SAMPLER_BEAT_SECONDS
@@ -254,6 +257,7 @@ async def open_worker(
     is configured.
     """
     agent, sampling = configs[AgentConfig], configs[SamplingConfig]
+    use_prices(configs[RunConfig].prices)
     chat_format, folder = await open_format(store, configs), await model_folder(store, configs)
     params = sampling_params(sampling, chat_format)
     outages = Outages(sampling.outage_wait_seconds)
@@ -346,11 +350,18 @@ async def sample(configs: Configs) -> None:
         idle_exit_seconds=sampling.idle_exit_seconds,
         cut_after=admission.max_staleness + 1 if sampling.tail_policy == "cut" else None,
     )
+    prices = read_prices(run.prices)
+    if sampling.max_cost is not None and prices is None:
+        raise ConfigError(
+            f"--max_cost is {sampling.max_cost:g}, and nothing has a price",
+            hint="give --prices FILE: docs/operations.md#what-a-run-costs",
+        )
     at_once = asyncio.Event()
     stop = stop_on_signals(at_once)
     with retry_outages(run.db_wait_seconds, stop):
         require_extensions(configs)
         require_folder(configs[ModelConfig])
+        gold = read_gold(sampling.judge_gold)
         read = None
         if tasks.train_file is not None:
             require_groups(groups, tasks.num_generations)
@@ -378,8 +389,46 @@ async def sample(configs: Configs) -> None:
                     return await admission.groups_allowed(store, router.engines.policy_versions())
 
                 sampler = Sampler(store, worker, finalizer, config, groups_allowed)
-                async with background(_stay_listed(store, config.owner, stop, lambda: sampler.doing)):
+                limit = CostLimit(store, prices, sampling.max_cost)
+                judging = watch_gold(store, gold, sampling, config.owner)
+                listed = _stay_listed(store, config.owner, stop, lambda: sampler.doing)
+                async with background(listed, limit.watch(stop), judging):
                     await sampler.run(stop, at_once)
+                limit.check()
+
+
+_COST_SECONDS = 15.0
+"""Interval at which a sampler with ``--max_cost`` adds up what the run has cost."""
+
+
+@dataclass(slots=True)
+class CostLimit:
+    """Stops a sampler when its run has cost ``--max_cost``."""
+
+    store: Store
+    prices: Prices | None
+    max_cost: float | None
+    spent: float = 0.0
+
+    async def watch(self, stop: asyncio.Event) -> None:
+        """Set ``stop`` once the limit is reached; the sampler then drains as after a signal."""
+        while self.max_cost is not None and not stop.is_set():
+            with log_store_errors(logger, "what the run costs could not be read", outages=True):
+                self.spent = (await Costs(self.store.connection).read(self.prices)).total or 0.0
+            if self.spent >= self.max_cost:
+                logger.warning(
+                    "the run has cost %.4g, and may cost %g: sampling ends", self.spent, self.max_cost
+                )
+                stop.set()
+            await wait_for_any(stop, timeout=_COST_SECONDS)
+
+    def check(self) -> None:
+        """Raise CostLimitError if the limit was reached."""
+        if self.max_cost is not None and self.spent >= self.max_cost:
+            raise CostLimitError(
+                f"the run has cost {self.spent:.4g}, and --max_cost is {self.max_cost:g}",
+                hint="what was sampled is kept; a higher --max_cost goes on from there",
+            )
 
 
 async def _stay_listed(store: Store, owner: str, stop: asyncio.Event, doing: Callable[[], Doing]) -> None:

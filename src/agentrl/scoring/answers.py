@@ -1,12 +1,17 @@
-"""Extract the final answer from a text, score it without a model, and check tasks whose answer cannot score.
+"""Extract the final answer from a text, score it without a model, check tasks whose answer cannot score.
+
+Also look for the task's answer in the results of tools.
 
 Scorers: ``exact``, ``f1``, ``math``, ``format``, ``tool_rewards`` and ``feedback``.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from agentrl.base.process_pool import run_in_process
@@ -83,6 +88,30 @@ def _golds(task: Task) -> list[Any]:
     """Return the answers that count as right."""
     answers = task.answer if isinstance(task.answer, (list, tuple)) else (task.answer,)
     return [gold for gold in (*answers, *task.aug_answers) if gold is not None]
+
+
+def leaked_in(task: Task) -> str | None:
+    """Return where the prompt of a task gives its answer: the question, or a message before; None: nowhere.
+
+    An answer counts if it is marked in the question as the model shall mark it, or is long enough: two words
+    or ``_TOLD_WORD`` characters. A message counts too if it has the question.
+    """
+    answers = list(map(str, _golds(task)))
+    long = [text for text in told(answers) if " " in text or len(text) >= _TOLD_WORD]
+    asked = normalized_text(task.query)
+    with suppress(ConfigError):  # the schema is refused by name
+        given = extract_answer(task.query, task.answer_schema)
+        if given is not None and any(same(given, answer) for answer in answers):
+            return "the question"
+    if any(stands_in(text, asked) for text in long):
+        return "the question"
+    before = {f"message {place}": message.get("content") for place, message in enumerate(task.messages, 1)}
+    for where, content in {"the system prompt": task.system_prompt, **before}.items():
+        read = normalized_text(str(content or ""))
+        repeats = len(asked.split()) >= _ASKED_WORDS and stands_in(asked, read)
+        if repeats or any(stands_in(text, read) for text in long):
+            return where
+    return None
 
 
 LINE = "Answer:"
@@ -184,6 +213,88 @@ def _unreadable(gold: Any, schema: str, name: str, likeness: Callable[[str, str]
         return None
     read = "nothing" if given is None else repr(given[:80])
     return f"of {marked(text, schema)[:80]!r}, answer_schema {schema} reads {read}"
+
+
+_MARKS = re.compile(r"[.,;:!?\"'’“”()\[\]]+")
+
+
+def normalized_text(text: str) -> str:
+    """Return a text in lower case and NFKC, with single spaces and without punctuation of sentences."""
+    return " ".join(_MARKS.sub(" ", unicodedata.normalize("NFKC", text).casefold()).split())
+
+
+SHORTEST_TOLD: Final = 5
+"""Characters, normalized, of an answer that is looked for elsewhere: a shorter one is there by chance."""
+_TOLD_WORD = 12
+"""Characters of a single word that a prompt has not by chance, or as one of the things to choose from."""
+_ASKED_WORDS = 4
+"""Words of a question from which on a message that has it repeats it."""
+_COPIED_WORDS = 8
+"""Words of a question, in a row, that show a copy of it."""
+
+
+def stands_in(needle: str, text: str) -> bool:
+    """Return whether a normalized text has whole words that are ``needle``."""
+    return f" {needle} " in f" {text} "
+
+
+def told(answers: Sequence[str]) -> list[str]:
+    """Return the answers, normalized, of which each is too long to stand in a text by chance."""
+    return [text for answer in answers if len(text := normalized_text(answer)) >= SHORTEST_TOLD]
+
+
+def word_runs(text: str, words: int) -> set[str]:
+    """Return all runs of so many words of a normalized text; of a shorter one the text."""
+    found = text.split()
+    return {" ".join(found[at : at + words]) for at in range(max(1, len(found) - words + 1))}
+
+
+def answer_seen_in(context: ScorerContext, watched: str) -> str | None:
+    """Return the tool whose result had the task's answer before the model wrote a part of it; None: none had.
+
+    ``watched`` is ``--watch_answers``. With ``auto`` the result has the question too, which the model had not
+    sent: a copy of the data set. A source that has the answer alone is what a search looks for.
+    """
+    asked = normalized_text(context.query) if watched != "none" else ""
+    answers = [answer for answer in told(context.accepted) if asked and not stands_in(answer, asked)]
+    tools = None if watched == "auto" else {name.strip() for name in watched.split(",")}
+    own, unread, names = "", "", dict[str, str]()
+    for message in context.messages if answers else ():
+        content = message.get("content")
+        text = content if isinstance(content, str) else json.dumps(content, default=str)
+        if message.get("role") != "tool":
+            calls = message.get("tool_calls") or ()
+            names |= {
+                str(call.get("id")): str((call.get("function") or {}).get("name"))
+                for call in calls
+                if isinstance(call, dict)
+            }
+            if message.get("role") == "assistant":
+                unread += f" {text} {message.get('reasoning_content') or ''} {json.dumps(calls, default=str)}"
+            continue
+        name = message.get("name") or names.get(str(message.get("tool_call_id"))) or "a tool"
+        if tools is not None and name not in tools:
+            continue
+        # Look for one word first: most results have none, and to normalize them all takes a thousand times.
+        lowered = text.casefold()
+        if not any(answer.rpartition(" ")[2] in lowered for answer in answers):
+            continue
+        result, own, unread = normalized_text(text), f"{own} {normalized_text(unread)}", ""
+        seen = [answer for answer in answers if stands_in(answer, result) and not _shares(answer, own)]
+        if seen and (tools is not None or _copies(asked, result, own)):
+            return name
+    return None
+
+
+def _shares(answer: str, text: str) -> bool:
+    """Return whether a text has a word of the answer that is long enough to tell something."""
+    return any(stands_in(word, text) for word in answer.split() if len(word) >= SHORTEST_TOLD - 1)
+
+
+def _copies(asked: str, text: str, own: str) -> bool:
+    """Return whether a text has words of the question in a row that ``own`` has not."""
+    words = min(_COPIED_WORDS, len(asked.split()))
+    return any(not stands_in(run, own) for run in word_runs(asked, words) & word_runs(text, words))
 
 
 @scorer("exact")

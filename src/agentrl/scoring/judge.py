@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 import re
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -110,6 +112,17 @@ _VERDICT = re.compile(rf"(?:{_LABEL}\s*+(?:is\s*+)?(?::\s*+)?)?(in)?correct", re
 _MARKUP = " \t*_`\"'“”‘’.!"
 
 _answers: SharedAnswers[Any] = SharedAnswers()
+_anew: ContextVar[bool] = ContextVar("agentrl_judging_anew", default=False)
+
+
+@contextmanager
+def judging_anew() -> Iterator[None]:
+    """Ask the models in the block, also what this process has asked before."""
+    token = _anew.set(True)
+    try:
+        yield
+    finally:
+        _anew.reset(token)
 
 
 @scorer("agentcpm", "asearcher")
@@ -183,7 +196,10 @@ async def _judge(
                 retry_after=error.retry_after,
             ) from error
 
-    answer, is_new = await _answers.get((section.models, template, *values.items()), ask_models)
+    if _anew.get():
+        answer, is_new = await ask_models(), True
+    else:
+        answer, is_new = await _answers.get((section.models, template, *values.items()), ask_models)
     reply = answer.reply if len(answer.reply) <= _KEPT_CHARS else f"…{answer.reply[-_KEPT_CHARS:]}"
     details = {"judge": answer.model, "reply": reply, "cached": not is_new}
     return answer.value, {**details, **(asdict(answer.spent) if is_new else {})}

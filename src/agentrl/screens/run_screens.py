@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from statistics import fmean
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -16,9 +17,10 @@ from agentrl.documents.run import Evaluation
 from agentrl.documents.status import SHOWN_STATUSES, DataStatus, ServiceStatus, TaskStatus
 from agentrl.observe.progress import metric_text
 from agentrl.observe.terminal import MISSING, age, duration, excerpt, fixed, table, table_of, to_json
-from agentrl.screens.snapshot import RunSnapshot, findings, state
+from agentrl.screens.snapshot import RunSnapshot, findings, gold_means, state
 from agentrl.screens.views.counts import Continued, RunDetails
 from agentrl.screens.views.pipelines import StepRow
+from agentrl.store.costs import RunCosts
 from agentrl.store.run_list import Activity, RunSummary
 
 LAST_STEPS = 40
@@ -69,6 +71,7 @@ def _lines(run: RunSnapshot, output_free: int | None) -> Iterator[tuple[str, Tex
         yield "failed", text.append(f"  {excerpt(failure.message, 100)}", style="dim")
     if run.continued.any:
         yield "continued", Text(continued_text(run.continued))
+    yield "took", _took(run.costs)
     yield "disk", _disk(run, output_free)
 
 
@@ -197,6 +200,27 @@ def _disk(run: RunSnapshot, output_free: int | None) -> Text:
     return Text(", ".join(parts) or MISSING)
 
 
+def _took(costs: RunCosts) -> Text:
+    text = Text()
+    for share in costs.shares():
+        text.append("; " if text else "").append(share.named)
+        if share.total is not None:
+            text.append(f" {money(share.total)}", style="bold")
+        text.append(f" GPUs {duration(share.gpu_seconds)}", style="dim")
+        if share.of == "run":
+            text.append(
+                f", tools {duration(share.tool_seconds)}, judges {duration(share.judge_seconds)},",
+                style="dim",
+            )
+            text.append(f" {share.tokens:,.0f} tokens", style="dim")
+    return text
+
+
+def money(amount: float) -> str:
+    """Return an amount of money with four digits, or with its cents."""
+    return f"{amount:,.2f}" if amount >= 10 else f"{amount:.4g}"
+
+
 def _steps_per_hour(steps: Sequence[StepRow]) -> str:
     times = [step.committed_at for step in steps[-11:] if step.committed_at is not None]
     if len(times) < 2 or (seconds := (times[-1] - times[0]).total_seconds()) <= 0:
@@ -265,6 +289,7 @@ def common_json(run: RunSnapshot) -> dict[str, Any]:
         "outages": to_json(run.liveness.outages),
         "failures": to_json(run.failures),
         "continued": to_json(run.continued),
+        "costs": {**to_json(run.costs), "shares": to_json(run.costs.shares())},
     }
 
 
@@ -337,8 +362,8 @@ def render_tables(run: RunSnapshot, details: RunDetails) -> RenderableType:
         waiting = f"\n{run.liveness.waiting_for_score} sampled trajectories wait for a score"
         title.append(waiting, style="yellow")
     tables = chain(
-        _wrong(run), _configuration(run), _sampling(run, details), _data(details), _processes(run),
-        _training(run, details),
+        _wrong(run), _configuration(run), _sampling(run, details), _data(details), _judges(run),
+        _costs(run), _processes(run), _training(run, details),
     )  # fmt: skip
     return Group(title, *(built for built in tables if built.row_count))
 
@@ -510,6 +535,32 @@ def _data(details: RunDetails) -> Iterator[Table]:
         ("tokens", lambda row: f"{row.tokens:,}"),
         ("cached by engines", lambda row: f"{row.cached:,}"),
         ("hit rate", lambda row: fixed(row.cache_hit_rate, 2)),
+    )  # fmt: skip
+
+
+def _costs(run: RunSnapshot) -> Iterator[Table]:
+    yield table_of(
+        "Costs", run.costs.shares(),
+        ("of", lambda row: row.named),
+        ("GPUs", lambda row: duration(row.gpu_seconds)),
+        ("tools", lambda row: duration(row.tool_seconds)),
+        ("judges", lambda row: duration(row.judge_seconds)),
+        ("tokens", lambda row: f"{row.tokens:,.0f}"),
+        ("judges and other models", lambda row: money(row.api_cost)),
+        ("in all", lambda row: MISSING if row.total is None else money(row.total)),
+    )  # fmt: skip
+
+
+def _judges(run: RunSnapshot) -> Iterator[Table]:
+    yield table_of(
+        "Judges on the gold slice", gold_means(run.judge_checks)[-LAST_EVALUATIONS:],
+        ("scorer", lambda row: excerpt(row.scorer, 40)),
+        ("judge", lambda row: excerpt(row.models, 40) or MISSING),
+        ("step", lambda row: row.step),
+        ("mean", lambda row: fixed(row.mean(row.scores))),
+        ("people", lambda row: fixed(fmean(row.expected[each] for each in row.scores))),
+        ("scored", lambda row: f"{len(row.scores)} of {len(row.expected)}"),
+        text=2,
     )  # fmt: skip
 
 

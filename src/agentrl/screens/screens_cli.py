@@ -120,10 +120,11 @@ async def _watch(read: Callable[[], Awaitable[_Reading]], interval: float) -> No
 
 
 def _run_reader(store: Store, configs: Configs) -> Callable[[], Awaitable[_Reading]]:
+    from agentrl.llm.agent_config import read_prices
     from agentrl.screens.run_screens import render_run_status, status_json
     from agentrl.screens.snapshot import SnapshotReader, stated_alive_seconds
 
-    reader = SnapshotReader(store)
+    reader = SnapshotReader(store, prices=read_prices(configs[RunConfig].prices))
 
     async def read() -> _Reading:
         run = await reader.read(stated_alive_seconds(configs))
@@ -195,6 +196,9 @@ class RecordsFlags:
     min_score: float | None = flag(None, "lowest score")
     max_score: float | None = flag(None, "highest score")
     label: str | None = flag(None, "only records that a person gave this label")
+    answer_seen_in: str | None = flag(
+        None, "only records of which a result of this tool had the task's answer before the model wrote it"
+    )
     order: Literal[
         "newest", "oldest", "highest_score", "lowest_score", "longest", "shortest", "most_turns"
     ] = flag("newest", "which records come first")
@@ -269,11 +273,12 @@ async def _read(
 
 
 async def _run(store: Store, configs: Configs, names: list[str]) -> _Answer:
+    from agentrl.llm.agent_config import read_prices
     from agentrl.screens.run_screens import render_tables, tables_json
     from agentrl.screens.snapshot import SnapshotReader, stated_alive_seconds
     from agentrl.screens.views.counts import Details
 
-    reader = SnapshotReader(store)
+    reader = SnapshotReader(store, prices=read_prices(configs[RunConfig].prices))
     run = await reader.read(stated_alive_seconds(configs))
     if run.empty:
         raise AgentRLError(
@@ -590,7 +595,7 @@ def dashboard_parser() -> CommandParser:
     command = CommandParser(
         prog="agentrl dashboard", description="Web pages about the runs of a MongoDB server; reads only."
     )
-    command.add_flags(RunConfig, *DATABASE_FLAGS)
+    command.add_flags(RunConfig, *DATABASE_FLAGS, "prices")
     command.add_flags(DashboardFlags)
     return command
 

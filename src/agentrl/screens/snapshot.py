@@ -6,9 +6,10 @@ import asyncio
 import math
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Literal, TypeVar, cast
@@ -20,6 +21,7 @@ from agentrl.documents.run import (
     TRAIN_ROLE,
     Evaluation,
     InferenceService,
+    JudgeCheck,
     Outage,
     PolicyVersion,
     Relative,
@@ -40,11 +42,13 @@ from agentrl.documents.status import (
     Work,
 )
 from agentrl.lab.deletion import Retractions
+from agentrl.llm.agent_config import Prices
 from agentrl.observe.terminal import duration, percent
-from agentrl.screens.views.counts import Continued, Counts, FailureCount, Rates
+from agentrl.screens.views.counts import AnswersSeen, Continued, Counts, FailureCount, Rates
 from agentrl.screens.views.pipelines import EngineRow, StepRow
 from agentrl.screens.views.read import Views
 from agentrl.store.client import Store
+from agentrl.store.costs import Costs, RunCosts
 from agentrl.store.evaluations import SEEN_SECONDS
 from agentrl.store.run_list import Activity, Disk, activity_of
 from agentrl.store.services import Liveness
@@ -148,6 +152,11 @@ class RunSnapshot:
     configurations: Sequence[RunSettings]
     """The newest resolved configuration of each role."""
     disk: Disk
+    answers_seen: Sequence[AnswersSeen] = ()
+    """Trajectories whose answer a tool had, by tool."""
+    judge_checks: Sequence[JudgeCheck] = ()
+    """What judges gave the gold slice, oldest first."""
+    costs: RunCosts = field(default_factory=RunCosts)
     parent: Relative | None = None
     """Where it begins in another run."""
     children: Sequence[Relative] = ()
@@ -283,8 +292,9 @@ def _retrieve(reading: asyncio.Task[object]) -> None:
 class SnapshotReader:
     """Reads snapshots of a run. Its cache keeps committed steps, and each count for some seconds."""
 
-    def __init__(self, store: Store, cache: Cache | None = None) -> None:
+    def __init__(self, store: Store, cache: Cache | None = None, prices: Prices | None = None) -> None:
         self._store = store
+        self._costs = partial(Costs(store.connection).read, prices)
         self._views = Views(store.connection)
         self._counts = Counts(store.connection)
         self._cache = Cache() if cache is None else cache
@@ -315,12 +325,15 @@ class SnapshotReader:
             "failures": self._cached("failures", counts.failures, _SLOW_SECONDS, _STALE_SECONDS),
             "rates": self._cached("rates", lambda: counts.rates(liveness.at)),
             "continued": self._cached("continued", counts.continued, _SLOW_SECONDS, _STALE_SECONDS),
+            "answers_seen": self._cached("answers_seen", counts.answers_seen, _SLOW_SECONDS, _STALE_SECONDS),
+            "judge_checks": self._cached("judge_checks", store.judge_checks.finished, _SLOW_SECONDS),
             "engines": self._cached("engines", self._views.engines),
             "versions": self._cached("versions", lambda: store.policy_versions.published(LAST_VERSIONS)),
             "past_outages": store.outages.past(_PAST_OUTAGES),
             "evaluations": self._cached("evaluations", store.evaluations.all),
             "settings": self._cached("settings", store.settings.all, _SLOW_SECONDS),
             "disk": self._cached("disk", counts.disk, _SLOW_SECONDS),
+            "costs": self._cached("costs", self._costs, _STALE_SECONDS, _STALE_SECONDS),
             "parent": self._cached("parent", store.ancestry.parent, _SLOW_SECONDS),
             "children": self._cached("children", store.ancestry.children, _SLOW_SECONDS),
             "retractions": self._cached(
@@ -392,6 +405,9 @@ _REWARD_LOSS = 0.25
 _FAILED_WARN, _FAILED_BAD = 0.05, 0.3
 _FEW_ATTEMPTS = 10
 _DIVERGED_WARN = 0.05
+_TOOLS_NAMED = 3
+_DRIFT = 0.1
+"""Change of a judge's mean over the gold slice that is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -665,6 +681,82 @@ def _continued(run: RunSnapshot) -> Iterator[Finding]:
         )
 
 
+def _answers_seen(run: RunSnapshot) -> Iterator[Finding]:
+    """Yield one finding for all tools that had the answer of a task."""
+    if not run.answers_seen:
+        return
+    tools = ", ".join(f"{each.tool} {each.count:,}" for each in run.answers_seen[:_TOOLS_NAMED])
+    first = run.answers_seen[0]
+    yield Finding(
+        severity="warn",
+        what=f"the task's answer stands in tool results of {sum(each.count for each in run.answers_seen):,}"
+        f" trajectories, before the model wrote any of it: {tools}",
+        hint=f"agentrl audit records --answer_seen_in {first.tool} lists them, such as {first.record}; if the"
+        " tool may know it: --watch_answers none",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldMean:
+    """What a scorer gave the gold slice at one step, over the rows that it scored."""
+
+    scorer: str
+    step: int
+    models: str
+    """The judges that answered, comma-separated."""
+    scores: Mapping[int, float]
+    """By place in the file."""
+    expected: Mapping[int, float]
+    """What people gave all rows."""
+
+    def mean(self, rows: Collection[int]) -> float:
+        """Return the mean over some of the scored rows."""
+        return fmean(self.scores[row] for row in rows)
+
+
+def gold_means(checks: Sequence[JudgeCheck]) -> list[GoldMean]:
+    """Return the results of the newest slice by scorer and step, without those that scored nothing."""
+    means = []
+    for check in checks:
+        if check.digest != checks[-1].digest:
+            continue
+        for scorer in sorted({row.scorer for row in check.scores}):
+            rows = {place: row for place, row in enumerate(check.scores) if row.scorer == scorer}
+            scores = {place: row.score for place, row in rows.items() if row.score is not None}
+            models = ", ".join(sorted({row.model for row in rows.values() if row.model is not None}))
+            expected = {place: row.expected for place, row in rows.items()}
+            mean = GoldMean(scorer=scorer, step=check.step, models=models, scores=scores, expected=expected)
+            means += [mean] if scores else []
+    return means
+
+
+def _judges(run: RunSnapshot) -> Iterator[Finding]:
+    """Yield a finding for each scorer whose judge has changed, or disagrees with people."""
+    means = gold_means(run.judge_checks)
+    for scorer in dict.fromkeys(mean.scorer for mean in means):
+        own = [mean for mean in means if mean.scorer == scorer]
+        first, last = own[0], own[-1]
+        rows = first.scores.keys() & last.scores.keys()
+        named = f"the judge {scorer}" + (f" ({last.models})" if last.models else "")
+        if rows and abs(last.mean(rows) - first.mean(rows)) > _DRIFT:
+            by = f" by {first.models}" if first.models != last.models else ""
+            yield Finding(
+                severity="warn",
+                what=f"{named} gives the gold slice {last.mean(rows):.3f} at step {last.step}, and gave"
+                f" {first.mean(rows):.3f} at step {first.step}{by}",
+                hint="scores before and after are not alike: pin the judge's model, then agentrl db rescore",
+            )
+            continue
+        people = fmean(last.expected[row] for row in last.scores)
+        if abs(last.mean(last.scores) - people) > _DRIFT:
+            yield Finding(
+                severity="warn",
+                what=f"{named} gives the gold slice {last.mean(last.scores):.3f} at step {last.step}, and"
+                f" people gave {people:.3f}",
+                hint="change its prompt or its model: docs/scoring.md",
+            )
+
+
 _CHECKS: Sequence[Callable[[RunSnapshot], Iterator[Finding]]] = (
     _outages,
     _engines,
@@ -674,4 +766,6 @@ _CHECKS: Sequence[Callable[[RunSnapshot], Iterator[Finding]]] = (
     _learning,
     _failures,
     _continued,
+    _answers_seen,
+    _judges,
 )

@@ -539,7 +539,12 @@ def _header(record: Record, calls: Sequence[DispatchedSamplingTask], trained_at_
         f" · policy version {versions(record.min_version, record.max_version)}",
         f"model calls {sum(call.generate_seconds for call in calls):.2f} s"
         f" · tools {sum(call.tool_seconds for call in calls):.2f} s"
-        f" · scoring {fixed(_seconds(record.completed_at, record.first_scored_at), 2)} s",
+        f" · scoring {fixed(_seconds(record.completed_at, record.first_scored_at), 2)} s"
+        + (
+            f" · other models {record.api_tokens:,} tokens, {record.api_cost:.4g}"
+            if record.api_tokens
+            else ""
+        ),
         f"advantage {fixed(record.advantage, sign=True)} · "
         + (f"trained at step {steps}" if steps else "not trained"),
     ]

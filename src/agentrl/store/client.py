@@ -19,7 +19,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, RunMissingError, StoreError
 from agentrl.store.claims import Claims, ExpiredLeases
 from agentrl.store.epochs import Epochs
-from agentrl.store.evaluations import Evaluations
+from agentrl.store.evaluations import Evaluations, JudgeChecks
 from agentrl.store.gateways import Conversations, Gateways, Labels
 from agentrl.store.groups import Columns, Groups
 from agentrl.store.mechanics.change_stream import Changes
@@ -66,6 +66,7 @@ class Store:
         self.ancestry = Ancestry(connection)
         self.withdrawals = Withdrawals(connection)
         self.evaluations = Evaluations(connection)
+        self.judge_checks = JudgeChecks(connection)
         self.gateways = Gateways(connection)
         self.conversations = Conversations(connection)
         self.images = Images(connection)

@@ -1,4 +1,4 @@
-"""Store evaluations, read their trajectories, and say which versions they need."""
+"""Store evaluations, read their trajectories, and say which versions they need; store checks of judges."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from pymongo import ASCENDING, DESCENDING
+from pymongo.errors import DuplicateKeyError
 
-from agentrl.documents.document import plain
-from agentrl.documents.run import Evaluation
+from agentrl.documents.document import now, plain
+from agentrl.documents.run import Evaluation, GoldScore, JudgeCheck
 from agentrl.documents.status import EvaluationStatus, SlotStatus, VersionStatus
 from agentrl.documents.task import CONTENT, Task
 from agentrl.scoring.evaluation import EvaluatedTask
 from agentrl.store.epochs import BY_ORDER
 from agentrl.store.mechanics.connection import (
     EVALUATION,
+    JUDGE_CHECK,
     RECORD,
     TASK,
     VERSION,
@@ -209,3 +212,36 @@ def task_tags(task: Task) -> tuple[str, ...]:
     tags = task.meta.get("tags")
     named = [tags] if isinstance(tags, str) else tags if isinstance(tags, (list, tuple)) else []
     return tuple(str(tag) for tag in named)
+
+
+class JudgeChecks(Repository):
+    """The calls on judgings of the gold slice."""
+
+    @database_call
+    async def begin(self, key: str, digest: str, step: int, *, owner: str, lease_seconds: float) -> bool:
+        """Return whether ``owner`` shall judge the slice for ``step``: nobody has, or does under a lease."""
+        at = now()
+        fields = {
+            "digest": digest, "step": step, "owner": owner, "began_at": at,
+            "lease_expires_at": at + timedelta(seconds=lease_seconds),
+        }  # fmt: skip
+        # Compare with a value: an upsert takes no expression in its filter.
+        is_free: Json = {"_id": key, "finished_at": None, "lease_expires_at": {"$lt": at}}
+        try:
+            await self._collection(JUDGE_CHECK).update_one(is_free, {"$set": fields}, upsert=True)
+        except DuplicateKeyError:
+            return False
+        return True
+
+    @database_call
+    async def finish(self, key: str, owner: str, scores: Sequence[GoldScore]) -> None:
+        """Store the scores, unless another process has taken the judging over."""
+        changes: Json = {"$set": {"scores": plain(scores)}, "$currentDate": {"finished_at": True}}
+        await self._collection(JUDGE_CHECK).update_one({"_id": key, "owner": owner}, changes)
+
+    @database_call
+    async def finished(self) -> list[JudgeCheck]:
+        """Return the judgings that have ended, oldest first."""
+        return await self._all(
+            JudgeCheck, JUDGE_CHECK, {"finished_at": {"$ne": None}}, sort=[("began_at", ASCENDING)]
+        )

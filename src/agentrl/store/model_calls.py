@@ -6,9 +6,9 @@ import contextlib
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from bson.raw_bson import RawBSONDocument
 from pymongo import ASCENDING, ReplaceOne, UpdateOne
@@ -17,7 +17,7 @@ from pymongo.errors import DuplicateKeyError
 from agentrl.base.batches import weighed_batches
 from agentrl.documents.document import now
 from agentrl.documents.images import Image
-from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.model_call import DispatchedSamplingTask, Spent
 from agentrl.documents.record import GatewayCall, GatewayCallStatus
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, record_key
@@ -121,6 +121,8 @@ class _Addition:
     document: RawBSONDocument
     new_executions: int
     """Tool runs that the stored document does not have; all of a new one's."""
+    new_spent: Mapping[str, float]
+    """What the stored document does not count, by field of the Record."""
 
     @property
     def is_new(self) -> bool:
@@ -132,7 +134,8 @@ class _Addition:
         running, call = running_record(self.claim), self.call
         if self.is_new:
             return UpdateOne({**running, "traj": {"$ne": call.id}}, count_call(call))
-        return UpdateOne({**running, "traj": call.id}, {"$inc": {"tool_calls": self.new_executions}})
+        added = {"tool_calls": self.new_executions, **self.new_spent}
+        return UpdateOne({**running, "traj": call.id}, {"$inc": added})
 
     @property
     def replacement(self) -> ReplaceOne[Any]:
@@ -191,25 +194,28 @@ class ModelCalls(Repository):
 
     @database_call
     async def add(
-        self, claim: Claim, *calls: DispatchedSamplingTask, new_executions: Sequence[int] | None = None
-    ) -> None:
+        self, claim: Claim, *calls: DispatchedSamplingTask, new_executions: Sequence[int] | None = None,
+        new_spent: Sequence[Mapping[str, float]] | None = None,
+    ) -> None:  # fmt: skip
         """Store model calls in order and count them in their Record. Idempotent.
 
         One with a ``revision`` replaces its stored document; ``new_executions`` counts the tool runs that the
-        stored document of each lacks. A call and its count share a transaction, and so do concurrent
-        additions of several trajectories. Raises LeaseLostError if the claim is lost or the Record is not
-        running, StoreError if no document can hold a call; the calls before it are stored.
+        stored document of each lacks, and ``new_spent`` has what else it does not count. A call and its count
+        share a transaction, and so do concurrent additions of several trajectories. Raises LeaseLostError if
+        the claim is lost or the Record is not running, StoreError if no document can hold a call; the calls
+        before it are stored.
         """
         added = [len(call.tool_executions) for call in calls] if new_executions is None else new_executions
+        spent = [{}] * len(calls) if new_spent is None else new_spent
         additions: list[_Addition] = []
         error: Exception | None = None
-        for call, executions in zip(calls, added, strict=True):
+        for call, executions, more in zip(calls, added, spent, strict=True):
             try:
                 document = await encoded(self._blobs, call)
             except Exception as problem:  # noqa: BLE001  raised when the calls before it are stored
                 error = problem
                 break
-            additions.append(_Addition(claim, call, document, executions))
+            additions.append(_Addition(claim, call, document, executions, more))
         for group in weighed_batches(additions, lambda each: len(each.document.raw), LARGE):
             if len(group[0].document.raw) > LARGE:
                 await self._add(group[0])
@@ -412,6 +418,16 @@ def _moved(call: DispatchedSamplingTask, record: str, to: str) -> DispatchedSamp
     return replace(call, id=f"{to}/{call.index}", record=to, parent=parent, follows=follows)
 
 
+SPENT: Final = ("generate_seconds", *Spent._fields)
+"""What a Record counts of the time and the money of its model calls."""
+
+
+def spent_on(call: DispatchedSamplingTask) -> dict[str, float]:
+    """Return what a Record counts of the time and the money of a model call."""
+    generated = 0.0 if call.fixed else call.generate_seconds
+    return {"generate_seconds": generated, **call.spent._asdict()}
+
+
 def counts_of(calls: Sequence[DispatchedSamplingTask]) -> Json:
     """Return the counts of a Record with these model calls: what ``count_call`` makes of a new one."""
     versions = [span.version for call in calls for span in call.versions]
@@ -423,6 +439,7 @@ def counts_of(calls: Sequence[DispatchedSamplingTask]) -> Json:
         "input_tokens": sum(call.prompt_tokens for call in calls),
         "cached_tokens": sum(call.cached_tokens for call in calls),
         "generated_tokens": sum(call.generated_tokens for call in calls),
+        **{name: sum(spent_on(call)[name] for call in calls) for name in SPENT},
         "min_version": min(versions, default=None),
         "max_version": max(versions, default=None),
     }
@@ -444,6 +461,10 @@ def count_call(call: DispatchedSamplingTask) -> list[Json]:
                 "input_tokens": {"$add": ["$input_tokens", call.prompt_tokens]},
                 "cached_tokens": {"$add": ["$cached_tokens", call.cached_tokens]},
                 "generated_tokens": {"$add": ["$generated_tokens", call.generated_tokens]},
+                **{
+                    name: {"$add": [{"$ifNull": [f"${name}", 0]}, amount]}
+                    for name, amount in spent_on(call).items()
+                },
                 "min_version": {"$min": [*versions, "$min_version"]},
                 "max_version": {"$max": [*versions, "$max_version"]},
                 "partial": None,

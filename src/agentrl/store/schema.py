@@ -35,6 +35,7 @@ from agentrl.documents.run import (
     Gate,
     ImportList,
     InferenceService,
+    JudgeCheck,
     Outage,
     PolicyVersion,
     Relative,
@@ -190,6 +191,7 @@ VALIDATORS: dict[str, Json] = {
         connection.SAMPLER: _object(SamplerProcess),
         connection.OUTAGE: _object(Outage),
         connection.EVALUATION: _object(Evaluation),
+        connection.JUDGE_CHECK: _object(JudgeCheck),
         connection.IMAGE: _with_files(Image),
         connection.GATEWAY_SESSION: _object(GatewaySession),
         connection.GATEWAY_CALL: _object(GatewayCall),
@@ -240,6 +242,7 @@ INDEXES: dict[str, list[IndexModel]] = {
         _index("split", "min_version", where={"min_version": {"$gte": 0}}),
         # Index only what has two owners: a screen sums up those that went on in another process.
         _index("owners.1.attempt", where={"owners.1.attempt": {"$gt": 0}}),
+        _index("answer_seen_in", where={"answer_seen_in": {"$gt": ""}}),
     ],
     connection.MODEL_CALL: [
         _index("record", "index", unique=True),

@@ -27,6 +27,7 @@ from agentrl.documents.training import (
     statistics_key,
 )
 from agentrl.errors import StoreError, StoreUnavailableError
+from agentrl.store.costs import SUMS
 from agentrl.store.mechanics.blobs import Blobs, seal
 from agentrl.store.mechanics.connection import (
     DATA,
@@ -246,12 +247,18 @@ class Training(Repository):
         return float(groups[0]["mean"]) if groups else None
 
     @database_call
-    async def prefix_cache_hit_rate(self, tasks: Sequence[str]) -> float | None:
-        """Return the fraction of prompt tokens of the Records of ``tasks`` that engines had cached."""
-        sums = {"_id": None, "input": {"$sum": "$input_tokens"}, "cached": {"$sum": "$cached_tokens"}}
+    async def spent(self, tasks: Sequence[str]) -> dict[str, float]:
+        """Return what the Records of ``tasks`` took, and the share of their prompts that was cached."""
         query = {"task": {"$in": list(tasks)}, **WITHOUT_BRANCHES}
-        groups = await self._aggregate(RECORD, {"$match": query}, {"$group": sums})
-        return float(groups[0]["cached"] / groups[0]["input"]) if groups and groups[0]["input"] else None
+        for sums in await self._aggregate(RECORD, {"$match": query}, {"$group": {"_id": None, **SUMS}}):
+            names = ("generate_seconds", "tool_seconds", "judge_seconds")
+            rate = sums["cached_tokens"] / sums["input_tokens"] if sums["input_tokens"] else None
+            return {
+                **{name: float(sums[name]) for name in names},
+                "api_cost": float(sums["api_cost"] + sums["judge_cost"]),
+                **({} if rate is None else {"prefix_cache_hit_rate": rate}),
+            }
+        return {}
 
     @database_call
     async def token_statistics(self, step: TrainStep) -> dict[str, TokenStatistics]:

@@ -53,6 +53,8 @@ class Trainer:
         self.token_writer = TokenWriter(self.store)
         self.skipped = 0
         """Steps in a row whose loss or gradient was not finite."""
+        self.counted_at = time.monotonic()
+        """When the last step took the trainer's time."""
 
     async def run(self) -> None:
         """Train until ``max_steps``, the end of the data or ``stop``; then save and publish the last step."""
@@ -163,6 +165,7 @@ class Trainer:
                     report = await self.stream.report(plan.step, batch, window)
                     # Take the clock here: what is published of this step counts for the next one.
                     metrics = {**result.metrics, **report, **self.publisher.metrics, **self.clock.take()}
+                    metrics["gpu_seconds"] = self._gpu_seconds()
                     with tracer().span("commit"):
                         await self._commit(plan, metrics, window.tasks)
                     self.token_writer.start(plan, result.tokens)
@@ -172,6 +175,11 @@ class Trainer:
             self.lease.doing = Doing(work=Work.PUBLISHING, what=f"the weights of step {progress.step}")
             with self.clock("publish"):
                 await self.publisher.wait_for_bound()
+
+    def _gpu_seconds(self) -> float:
+        """Return the seconds since the last step, of all ranks; 0 on a device whose engine counts them."""
+        since, self.counted_at = self.counted_at, time.monotonic()
+        return 0.0 if self.turns.lease is not None else (self.counted_at - since) * self.controller.world.size
 
     async def _commit(self, plan: TrainStep, metrics: dict[str, Any], counted: Sequence[str]) -> None:
         progress = self.progress

@@ -32,7 +32,7 @@ from agentrl.base.processes import (
     tail,
     user_name,
 )
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError, ConfigError, CostLimitError
 
 LEAVES_A_WORKER = """
 import subprocess, sys
@@ -373,3 +373,12 @@ def is_gone(pid):
             return stat.read().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
+
+
+def test_a_sampler_that_reached_the_cost_ends_the_run_with_its_own_exit_code(supervisor, tmp_path):
+    code = "import sys; print('agentrl sample: error: the run has cost 51'); sys.exit(5)"
+    helper = member("sampler-0", code, tmp_path / "helper.log")
+    supervisor.start(helper)
+    with pytest.raises(CostLimitError, match="sampler-0 ended: the run has cost 51") as error:
+        supervisor.run_main(member("main", SLEEP), deadline=FAR)
+    assert (error.value.exit_code, helper.restarts) == (5, 0)

@@ -72,6 +72,18 @@ def test_one_run(said: Callable[..., str]) -> None:
     value = json.loads(said("status", "--json", "--run_name", "watched"))
     assert (value["activity"], value["queues"]["data_ready"], value["rates"]["failed"]) == ("training", 2, 2)
     assert value["disk"]["run"] > 0
+    assert (value["costs"]["total"], value["costs"]["shares"][0]["of"]) == (None, "run")
+
+
+def test_what_a_run_costs(said: Callable[..., str], tmp_path: Path) -> None:
+    prices = tmp_path / "prices.yml"
+    prices.write_text("tool_second: 100")
+    value = json.loads(said("status", "watched", "--json", "--prices", str(prices)))
+    assert value["costs"]["total"] == pytest.approx(100 * value["costs"]["tool_seconds"])
+    assert value["costs"]["total"] > 0
+    assert "an informative group" in said("audit", "run", "--run_name", "watched", "--prices", str(prices))
+    rows = json.loads(said("audit", "records", "--json", "--run_name", "watched"))
+    assert {"generate_seconds", "tool_seconds", "judge_seconds", "api_cost"} <= rows[0].keys()
 
 
 def test_tables_of_the_database_as_json(said: Callable[..., str]) -> None:

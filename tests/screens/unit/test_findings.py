@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from snapshots import NOW, engine, snapshot, steps
 
-from agentrl.documents.run import Outage, TrainerLease
+from agentrl.documents.run import GoldScore, JudgeCheck, Outage, TrainerLease
 from agentrl.documents.status import TrainerEnd
 from agentrl.screens.snapshot import findings, seconds_since_step, state
-from agentrl.screens.views.counts import Continued, FailureCount
+from agentrl.screens.views.counts import AnswersSeen, Continued, FailureCount
 
 
 def test_a_healthy_run_has_no_finding() -> None:
@@ -45,6 +45,8 @@ def test_a_healthy_run_has_no_finding() -> None:
         ({"records": {"train": {"ready": 5, "failed": 5}}}, "bad", "50 % of 10 attempts"),
         ({"data": {"train": {"quarantined": 2}}, "quarantined_because": "token 7"},
          "warn", "2 trajectories must"),
+        ({"answers_seen": (AnswersSeen(tool="search", count=7, record="r"),)}, "warn",
+         "stands in tool results of 7 trajectories, before the model wrote any of it: search 7"),
         ({"continued": Continued(poison=2)}, "warn", "2 trajectories failed as poison"),
         ({"continued": Continued(trajectories=10, diverged=3, dropped=7)}, "warn",
          "3 of 10 trajectories that went on in another process diverged"),
@@ -100,3 +102,35 @@ def test_states() -> None:
     assert state(snapshot(lease=TrainerLease()))[0] == "sampling, no trainer"
     assert state(snapshot(liveness={"claims": {}, "listed": ()}))[0] == "trainer only"
     assert findings(snapshot(**idle, tasks={("train", 0): {"completed": 8}})) == []
+
+
+def gold(step: int, *scores: float | None, model: str = "m1", digest: str = "d") -> JudgeCheck:
+    """What the judge gave a slice at ``step``, of which people gave 1 and 0; None: it gave no answer."""
+    rows = [
+        GoldScore(scorer="agentcpm", expected=people, score=score, model=None if score is None else model)
+        for score, people in zip(scores, (1.0, 0.0), strict=True)
+    ]
+    return JudgeCheck(
+        id=f"{digest}/{step}", digest=digest, step=step, owner="s", lease_expires_at=NOW, scores=tuple(rows),
+        finished_at=NOW,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("checks", "says"),
+    [
+        ([gold(0, 1.0, 0.0)], None),
+        ([gold(0, 1.0, 0.0), gold(50, 0.0, 1.0)], None),
+        ([gold(0, 1.0, 0.0), gold(50, 1.0, 1.0, model="m2")],
+         "the judge agentcpm (m2) gives the gold slice 1.000 at step 50, and gave 0.500 at step 0 by m1"),
+        ([gold(0, 1.0, 0.0), gold(50, 1.0, 1.0)], "gave 0.500 at step 0"),
+        ([gold(0, 1.0, 0.0), gold(50, 1.0, None), gold(100, None, None)], None),  # a failure is no drift
+        ([gold(0, 0.9, 0.9)], "gives the gold slice 0.900 at step 0, and people gave 0.500"),
+        ([gold(0, 1.0, 1.0), gold(50, 1.0, 0.0, digest="other")], None),  # another file
+        ([gold(0, None, None)], None),
+    ],
+)  # fmt: skip
+def test_a_judge_that_changes_is_named(checks: list[JudgeCheck], says: str | None) -> None:
+    found = findings(snapshot(judge_checks=checks))
+    assert len(found) == (says is not None)
+    assert says is None or says in found[0].what

@@ -97,7 +97,7 @@ HANDLERS: dict[type[Exception] | int, ExceptionHandler] = {
 }
 
 
-_TEXTS: Final = ("status", "split", "task", "tool", "failure", "label", "text")
+_TEXTS: Final = ("status", "split", "task", "tool", "failure", "label", "text", "answer_seen_in")
 _RANGES: Final = ("score", "tokens", "turns")
 FIELDS: Final = (
     *_TEXTS, "step", "version", *(f"{end}_{name}" for name in _RANGES for end in ("min", "max")), "order",

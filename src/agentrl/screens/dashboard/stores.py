@@ -21,6 +21,7 @@ from agentrl.base.concurrency import end_tasks
 from agentrl.config.run import EngineListConfig
 from agentrl.config.schema import RunConfig
 from agentrl.errors import AgentRLError
+from agentrl.llm.agent_config import read_prices
 from agentrl.screens.dashboard.render import THEME_COOKIE
 from agentrl.screens.snapshot import Cache, SnapshotReader
 from agentrl.store.client import Store, open_existing
@@ -133,7 +134,7 @@ def cache_of(request: Request) -> Cache:
 
 def reader_of(request: Request, store: Store) -> SnapshotReader:
     """Return the reader of a run's snapshots, whose cache all requests share."""
-    return SnapshotReader(store, cache_of(request))
+    return SnapshotReader(store, cache_of(request), read_prices(pool_of(request).run.prices))
 
 
 async def read_runs(request: Request, seconds: float) -> list[RunSummary]:

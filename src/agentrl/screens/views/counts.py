@@ -89,6 +89,16 @@ class Continued:
         return bool(self.trajectories or self.restarted or self.poison)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswersSeen:
+    """Trajectories whose answer stood in a result of ``tool`` before the model wrote it."""
+
+    tool: str
+    count: int
+    record: str
+    """The id of one of them."""
+
+
 class Counts(Repository):
     """The counts behind the picture of a run. It never writes.
 
@@ -156,6 +166,15 @@ class Counts(Repository):
             FailureCount(kind=group.pop("_id"), message=group.pop("message") or "", **group)
             for group in (*attempts, *groups)
         ]
+
+    @database_call
+    async def answers_seen(self) -> list[AnswersSeen]:
+        """Count trajectories by the tool that had their answer, the most frequent first."""
+        by_tool = {"$group": {"_id": "$answer_seen_in", "count": {"$sum": 1}, "record": {"$max": "$_id"}}}
+        groups = await self._aggregate(
+            RECORD, {"$match": {"answer_seen_in": {"$gt": ""}}}, by_tool, {"$sort": {"count": -1, "_id": 1}}
+        )
+        return [AnswersSeen(tool=group.pop("_id"), **group) for group in groups]
 
     @database_call
     async def continued(self) -> Continued:

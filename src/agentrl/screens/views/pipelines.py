@@ -24,6 +24,7 @@ from agentrl.documents.status import (
     values,
 )
 from agentrl.documents.task import task_key
+from agentrl.store.costs import judged
 from agentrl.store.mechanics.connection import DATA, MODEL_CALL, RECORD, STEP, TASK, VERSION, Json
 
 
@@ -53,6 +54,11 @@ class TrajectoryRow(Root):
     prompt_tokens: int = 0
     """Tokens of the last call's prompt."""
     generated_tokens: int = 0
+    generate_seconds: float = 0.0
+    tool_seconds: float = 0.0
+    judge_seconds: float = 0.0
+    api_cost: float = 0.0
+    """Of its judges and other models, in the currency of their prices."""
     min_version: int | None = None
     max_version: int | None = None
     training_status: DataStatus | None = None
@@ -334,6 +340,10 @@ TRAJECTORIES: list[Json] = [
         staleness=age({"$subtract": ["$last_trained_step", 1]}),
         **fields_of("data", "trained_at_steps", "tokens", "trainable_tokens"),
         seconds=seconds("$created_at", "$scored_at"),
+        generate_seconds={"$ifNull": ["$generate_seconds", 0.0]},
+        tool_seconds={"$ifNull": ["$tool_seconds", 0.0]},
+        judge_seconds=judged("seconds"),
+        api_cost={"$add": [{"$ifNull": ["$api_cost", 0.0]}, judged("cost")]},
         owners={"$size": {"$ifNull": ["$owners", []]}},
         saved_turns={"$sum": "$owners.replayed"},
         saved_tokens={"$sum": "$owners.tokens"},

@@ -413,6 +413,8 @@ class TrajectoryFilter:
     """Model calls."""
     label: str | None = None
     """Trajectories that a person gave this label."""
+    answer_seen_in: str | None = None
+    """Trajectories whose answer stood in a result of the tool of this name."""
 
     def __post_init__(self) -> None:
         if self.status is not None and self.status not in SHOWN_STATUSES:
@@ -443,6 +445,8 @@ class TrajectoryFilter:
                 query["trained_count"] = {"$gt": 0} if self.status == TRAINED else 0
         if self.failure is not None:  # only failed Records have one, and an index begins with the status
             query = {"status": RecordStatus.FAILED.value, **query, "failure.kind": self.failure}
+        if self.answer_seen_in is not None:
+            query["answer_seen_in"] = self.answer_seen_in
         if self.version is not None:
             query["min_version"] = {"$lte": self.version}
             query["max_version"] = {"$gte": self.version}

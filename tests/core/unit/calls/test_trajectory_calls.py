@@ -40,8 +40,9 @@ class SlowCalls:
         self.stored: list[int] = []
 
     async def add(
-        self, claim: Claim, *calls: DispatchedSamplingTask, new_executions: Sequence[int] = ()
-    ) -> None:
+        self, claim: Claim, *calls: DispatchedSamplingTask, new_executions: Sequence[int] = (),
+        new_spent: Sequence[object] = (),
+    ) -> None:  # fmt: skip
         """Store calls."""
         self.begun.set()
         await self.opened.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 from json_rows import write_rows
 
 from agentrl.cli.main import main
-from agentrl.cli.tasks import normalized_query
+from agentrl.cli.tasks import Overlaps
+from agentrl.scoring.answers import normalized_text
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
@@ -52,7 +54,10 @@ def test_a_source_that_loads(tmp_path: Path, check: Check) -> None:
     assert found["names"]["scorer"] == {"math": 34}
     assert found["fields"][2] == {"name": "level", "kinds": {"a number": 1}, "filled": 1 / 34}
     assert found["duplicates"] == {"same": 1, "near": 1, "examples": [["3", "30"], ["4", "31"]]}
-    assert found["leakage"] == {"tasks": 1, "of": 2, "examples": [{"train": "7", "eval": "0"}]}
+    no_near: dict[str, Any] = {"tasks": 0, "examples": []}
+    pairs = [{"train": "7", "eval": "0"}]
+    assert found["leakage"] == {"tasks": 1, "of": 2, "examples": pairs, "near": no_near}
+    assert found["leaks"] == {"tasks": 0, "examples": []}
     assert found["sizes"]["characters"]["max"] == len("How many are 10 and 1?")
     assert found["eval"]["tasks"] == 2
     code, printed = check(train, "--eval_file", held_out)
@@ -102,8 +107,67 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path, check: Check)
 
 
 def test_a_question_is_the_same_in_other_case_spaces_and_punctuation() -> None:
-    assert normalized_query(" What is 2+2 ? ") == normalized_query("what\nis 2+2")
-    assert normalized_query("2 - 2") != normalized_query("2 + 2")
+    assert normalized_text(" What is 2+2 ? ") == normalized_text("what\nis 2+2")
+    assert normalized_text("2 - 2") != normalized_text("2 + 2")
+
+
+def test_a_prompt_that_gives_the_answer_is_named_and_loads(tmp_path: Path, check: Check) -> None:
+    example = [
+        {"role": "user", "content": "What is the tallest mountain?"},
+        {"role": "assistant", "content": "K2"},
+    ]
+    rows = [
+        {"query": "What is 4 + 4? <answer>8</answer>", "answer": "8"},
+        {"query": "The capital of Peru is Lima. What is it?", "answer": "Lima"},  # as a choice would be
+        {"query": "Who leads? Ada Lovelace leads.", "answer": ["Lovelace, Ada", "ADA  Lovelace!"]},
+        {"query": "Is it so, yes or no?", "answer": "yes"},
+        {"query": "What is the tallest mountain?", "answer": "K2", "messages": example},
+        {"query": "Which lake?", "answer": "4", "messages": example},
+        {"query": "Which river?", "answer": "Mississippi River",
+         "messages": [{"role": "system", "content": "It is the mississippi river."}]},
+    ]  # fmt: skip
+    source = write(
+        tmp_path / "tasks.jsonl", *({"id": n, "scorer": "exact", **row} for n, row in enumerate(rows))
+    )
+    code, printed = check(source, "--json")
+    found = json.loads(printed)["leaks"]
+    assert (code, found["tasks"]) == (0, 4)
+    assert [(item["task"], item["in"]) for item in found["examples"]] == [
+        ("0", "the question"), ("2", "the question"), ("4", "message 1"), ("6", "the system prompt"),
+    ]  # fmt: skip
+    _, printed = check(source)
+    assert "answers       4 tasks give theirs in the prompt" in printed
+    assert "4, in message 1" in printed
+
+
+def test_a_question_that_shares_most_of_its_words_is_near(tmp_path: Path, check: Check) -> None:
+    told = "Answer the question below in one line and write the result between two tags:"
+    held = "A train leaves Lyon at nine and reaches Paris three hours later; how fast was it on the way?"
+    train = [
+        f"{told} Which town lies {number} miles to the north of the river?" for number in range(40)
+    ] + [f"{told} {held.replace('Lyon', 'Nice')}"]  # fmt: skip
+    asked = [f"{told} {held}", *(f"{told} Who wrote book {number}?" for number in range(20))]
+    files = [
+        write(tmp_path / name, *({"id": n, "query": query, "answer": "4"} for n, query in enumerate(rows)))
+        for name, rows in (("train.jsonl", train), ("test.jsonl", asked))
+    ]
+    code, printed = check(files[0], "--eval_file", files[1], "--json")
+    found = json.loads(printed)["leakage"]
+    assert (code, found["tasks"]) == (0, 0)
+    assert found["near"] == {"tasks": 1, "examples": [{"train": "40", "eval": "0"}]}
+    assert "train 40 ≈ eval 0" in check(files[0], "--eval_file", files[1])[1]
+
+
+def test_the_search_for_near_questions_is_linear() -> None:
+    overlaps = Overlaps()
+    words = [f"w{number}" for number in range(200)]
+    for number in range(500):
+        overlaps.add(number, " ".join([*words, str(number)]))  # all but the last runs are common
+    began = time.perf_counter()
+    for number in range(500):
+        overlaps.look(number, " ".join([*words, "other"]))
+    assert overlaps.found == {}
+    assert time.perf_counter() - began < 5
 
 
 GRAPH = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import fake_llm
@@ -12,6 +13,8 @@ import pytest
 from fake_llm import FakeLLM
 
 from agentrl.base.concurrency import Deadline
+from agentrl.errors import ConfigError
+from agentrl.llm import agent_config
 from agentrl.llm import chat as ask_module
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.chat import (
@@ -209,6 +212,39 @@ async def test_cost_is_counted_and_limited(llm: FakeLLM) -> None:
         await put(priced)
     assert caught.value.is_outage
     assert len(llm.asked) == 2
+
+
+async def test_the_prices_of_a_file_take_the_place_of_the_endpoints(
+    llm: FakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_config, "model_prices", {})
+    monkeypatch.setattr(ask_module, "model_prices", agent_config.model_prices)
+    file = tmp_path / "prices.yml"
+    file.write_text("gpu_hour: 2\nmodels:\n  a: {input: 10000, output: 1}\n")
+    agent_config.use_prices(file)
+    llm.replies = {"a": ["yes"], "b": ["yes"]}
+    prices = {"input_price": 1000.0, "output_price": 5000.0}
+    assert (await put(section(llm, "a", limits=prices))).spent.cost == pytest.approx(1.00001)
+    assert (await put(section(llm, "b", limits=prices))).spent.cost == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("gpu_hours: 2", "unknown key 'gpu_hours'"),
+        ("gpu_hour: -1", "gpu_hour is -1; it must be at least 0"),
+        ("gpu_hour: .inf", "gpu_hour is inf"),
+        ("models: {a: 3}", "models.a"),
+        ("- 1", "the file is"),
+    ],
+)
+def test_a_wrong_price_is_named(tmp_path: Path, text: str, problem: str) -> None:
+    file = tmp_path / "prices.yml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        agent_config.read_prices(file)
+    assert problem in str(caught.value)
+    assert "prices.yml" in str(caught.value)
 
 
 async def test_a_deadline_stops_while_it_is_paused() -> None:

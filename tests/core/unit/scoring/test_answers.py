@@ -10,8 +10,8 @@ from made_documents import made_task
 from agentrl.documents.task_json import BadTaskError
 from agentrl.environments.environment import names_of
 from agentrl.errors import ConfigError, ScorerError
-from agentrl.scoring.answers import extract_answer, require_readable
-from agentrl.scoring.scorers import SCORERS, scorer
+from agentrl.scoring.answers import answer_seen_in, extract_answer, require_readable
+from agentrl.scoring.scorers import SCORERS, ScorerContext, scorer
 
 
 @pytest.mark.parametrize(
@@ -113,3 +113,62 @@ def test_a_scorer_that_nobody_has_allowed_is_not_imported_to_ask_it() -> None:
     task = made_task(scorer="this.module:exits", answer="1")
     require_readable(task)
     assert names_of(task) == {"this.module:exits"}
+
+
+QUESTION = "Which is the largest animal that has ever lived on the earth?"
+
+
+def looked_up(
+    result: str, *, answer: object = "The blue whale", question: str = QUESTION, says: str = "I look.",
+    arguments: dict[str, object] | None = None,
+) -> ScorerContext:  # fmt: skip
+    """A trajectory that asks a tool once and answers what it read."""
+    call = {"id": "c1", "function": {"name": "search", "arguments": arguments or {"query": "largest animal"}}}
+    return ScorerContext(
+        query=question, final_answer="x", answer=answer,
+        messages=(
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": says, "tool_calls": [call]},
+            {"role": "tool", "content": result, "tool_call_id": "c1"},
+            {"role": "assistant", "content": f"<answer>{answer}</answer>"},
+        ),
+    )  # fmt: skip
+
+
+COPY = "Q: which is the largest animal that has ever lived on the earth  A: the BLUE whale."
+
+
+@pytest.mark.parametrize(
+    ("context", "auto", "named"),
+    [
+        (looked_up(COPY), "search", "search"),
+        (looked_up("The blue whale is large."), None, "search"),  # a source, which a search looks for
+        (looked_up("The blue whales are large."), None, None),  # another word
+        (looked_up(COPY, says="Is it the blue whale?"), None, None),  # the model had it first
+        (looked_up(COPY, arguments={"query": "size of a whale"}), None, None),  # and a part of it
+        (looked_up(COPY, arguments={"query": QUESTION}), None, "search"),  # it repeats what it was asked
+        (looked_up(COPY, answer="yes"), None, None),
+        (looked_up(COPY.replace("the BLUE whale", "42"), answer=42), None, None),
+        (looked_up("4 + 4 = 8", answer="8", question="What is 4 + 4?"), None, None),
+        (looked_up("391000", answer="391000", question="What is 391 * 1000?"), None, "search"),
+        (looked_up("Who wrote Hamlet? Shakespeare", answer="Shakespeare", question="Who wrote Hamlet?"),
+         "search", "search"),
+        (looked_up(COPY, question=f"{QUESTION} An elephant, or the blue whale?"), None, None),
+        (looked_up(COPY, answer=["a whale", "blue whale"]), "search", "search"),
+    ],
+)  # fmt: skip
+def test_a_result_that_has_the_answer(context: ScorerContext, auto: str | None, named: str | None) -> None:
+    assert answer_seen_in(context, "auto") == auto
+    assert answer_seen_in(context, "read, search") == named
+    assert answer_seen_in(context, "read") is None
+    assert answer_seen_in(context, "none") is None
+
+
+def test_a_long_conversation_is_searched_in_no_time() -> None:
+    context = looked_up("nothing " * 4000)
+    long = ScorerContext(
+        query=QUESTION, final_answer="x", answer="The blue whale", messages=context.messages * 50
+    )
+    began = time.perf_counter()
+    assert answer_seen_in(long, "auto") is None
+    assert time.perf_counter() - began < 0.5
