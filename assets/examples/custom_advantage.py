@@ -2,7 +2,7 @@
 
 Name it on every sampler, no registration needed; the folder must be on PYTHONPATH::
 
-    agentrl sample --advantage custom_advantage:difficulty_weighted …
+    agentrl sample --run_name my_run --advantage custom_advantage:difficulty_weighted …
 """
 
 import statistics

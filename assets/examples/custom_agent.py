@@ -3,7 +3,7 @@
 Name it in the task file (``"agent_name": "custom_agent:second_look"``) or for all tasks; the folder must be
 on PYTHONPATH::
 
-    agentrl sample --agent_name custom_agent:second_look …
+    agentrl sample --run_name my_run --agent_name custom_agent:second_look …
 """
 
 from agentrl import Outcome, Rollout, StopReason, agent

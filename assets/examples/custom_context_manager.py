@@ -2,7 +2,7 @@
 
 Name it on every sampler, no registration needed; the folder must be on PYTHONPATH::
 
-    agentrl sample --new_context custom_context_manager:keep_latest …
+    agentrl sample --run_name my_run --new_context custom_context_manager:keep_latest …
 """
 
 from agentrl import Message, Rollout, context_manager

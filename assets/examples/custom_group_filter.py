@@ -2,7 +2,7 @@
 
 Name it on every sampler, no registration needed; the folder must be on PYTHONPATH::
 
-    agentrl sample --group_filter custom_group_filter:finished_and_tried …
+    agentrl sample --run_name my_run --group_filter custom_group_filter:finished_and_tried …
 """
 
 from agentrl import ScoredGroup, group_filter

@@ -2,7 +2,7 @@
 
 Name it on every sampler, no registration needed; the folder must be on PYTHONPATH::
 
-    agentrl sample --tools custom_tool:Calculator …
+    agentrl sample --run_name my_run --tools custom_tool:Calculator …
 
 Every public method is a tool; the model sees its name, its docstring and its parameters.
 """

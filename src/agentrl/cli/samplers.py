@@ -74,7 +74,8 @@ def main(argv: list[str]) -> int:
     )
     if not names:
         raise ConfigError(
-            "agentrl samplers drain takes the names of samplers", hint="`agentrl samplers` lists them"
+            "agentrl samplers drain takes the names of samplers",
+            hint="`agentrl samplers --run_name RUN` lists them",
         )
     asyncio.run(_drain(configs, names))
     return 0

@@ -285,7 +285,7 @@ def _compare(argv: list[str]) -> int:
     if len(named) != 2:
         raise ConfigError(
             f"agentrl eval compare takes two evaluations, and {len(named)} are given",
-            hint="`agentrl eval report` lists them",
+            hint="`agentrl eval report --run_name RUN` lists them",
         )
     from agentrl.evaluation.report import compare
 

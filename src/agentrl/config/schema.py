@@ -84,7 +84,7 @@ def sections(*groups: type) -> list[Section]:
 
 _HEAD = """# Flags
 
-本页只有英文版。[中文目录](zh/index.md)
+[中文](zh/flags.md)
 
 Every process of a run accepts every flag below and reads those it needs, so one set of flags, or one YAML
 file with the same names (`--config run.yml`; flags win), serves a whole run. In the file, flags may be
@@ -97,6 +97,16 @@ loss:
 parallel:
   tp_size: 2
 ```
+
+- **Names.** Every process of a run needs `--run_name`. `--run-name` is the same; there are no abbreviations.
+  Of a flag that is given twice, the last one counts. `agentrl COMMAND --help` lists those that it reads.
+- **Values.** `--balance_sample` turns a bool on, `--no_shuffle_tasks` or `--shuffle_tasks false` one off.
+  YAML reads `1e-6` as text: write `1.0e-6`.
+- **Variables.** A URI with a password belongs neither on a command line nor into the file: `MONGO_URI` has
+  it, or a file that `MONGO_URI_FILE` names. `agentrl launch` and its scripts take `MODEL_PATH`, `TRAIN_FILE`,
+  `EVAL_FILE`, `ENGINE`, `TP_SIZE`, `MCP_SERVERS_FILE`, `MCP_MANAGER_URL` and `AGENT_CONFIG` as
+  `--model_name_or_path`, `--train_file`, `--eval_file`, `--engine`, `--tp_size`, `--mcp_servers_file`,
+  `--mcp_manager_url` and `--agent_config_path`; they win over the file, and flags over them.
 
 An unknown flag, section or key is an error that names the nearest known one. A value outside the range of its
 flag is refused at start. `python -m agentrl.config.schema > docs/flags.md` writes this page.
