@@ -16,6 +16,7 @@ import sys
 import textwrap
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
@@ -225,7 +226,10 @@ class StartedRun:
         """What ``agentrl launch`` prints."""
         self._run, self._flags, self._defaults, self._folder = configs[RunConfig], flags, defaults, folder
         self._store: Store | None = None
+        for other in filter(lambda each: each.is_running, _STARTED):
+            warnings.warn(f"run {other.name} still trains beside this one; stop() ends it", stacklevel=3)
         self._process = self._start("train", flags, self.log)
+        _STARTED.append(self)
 
     @property
     def is_running(self) -> bool:
@@ -343,6 +347,10 @@ class StartedRun:
         except (RunMissingError, StoreUnavailableError):  # it has not begun
             return []
         return [step.reward for step in steps if step.reward is not None]
+
+
+_STARTED: list[StartedRun] = []
+"""Those of this process: a cell that is executed again would leave its first run training unseen."""
 
 
 def _table(rows: Sequence[Any]) -> pandas.DataFrame:

@@ -168,3 +168,15 @@ def test_a_function_of_a_file_is_named_by_its_module(tmp_path: Path) -> None:
     assert code.path_of(given) == "json:dumps"
     code.write()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_run_says_that_the_first_one_still_trains(
+    started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"query": "2 + 2?", "answer": "4"}]
+    first = agentrl.run(tasks=rows, steps=1, name="first")
+    monkeypatch.setattr(type(first), "is_running", property(lambda run: run.name == "first"))
+    monkeypatch.setattr(started_run, "_STARTED", [first])
+    with pytest.warns(UserWarning, match="run first still trains beside this one"):
+        agentrl.run(tasks=rows, steps=1, name="second")
+    assert len(started) == 2
