@@ -709,7 +709,8 @@ def _run_beside(
         member = SupervisedProcess("evaluation", command, log, main.env)
         code = supervisor.run_main(member, deadline=time.monotonic() + _BESIDE_SECONDS)
         if code != 0:
-            plan.report(f"the evaluation ended with exit code {code}: {exit_reason(log)}")
+            said = exit_reason(log).splitlines()[-1]
+            plan.report(f"the evaluation ended with exit code {code}: {said} ({log})")
 
 
 async def trainer_ending(run: RunConfig) -> Ending | None:

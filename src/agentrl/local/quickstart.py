@@ -65,6 +65,9 @@ EXCERPT_CHARS = 96
 ENDS = 3
 """Steps at each end of the run over which the reward is averaged."""
 
+HELD_OUT_TASKS = 24
+"""Tasks that are evaluated before and after: two take as long as a step."""
+
 SOLVED = 0.95
 """Mean reward of the last ENDS steps that solves the tasks: what is left to learn is a matter of luck."""
 
@@ -338,17 +341,19 @@ class Pace:
         minutes: float | None,
         least_minutes: float,
         ends_when_solved: bool = False,
+        skips_first: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin now. ``minutes`` is the user's limit; without it the limit follows the measured speed.
 
         That default is at least ``least_minutes``, which is also the limit of the first step. A run that
-        ``ends_when_solved`` ends after the step that solves it.
+        ``ends_when_solved`` ends after the step that solves it. With ``skips_first`` the first step, whose
+        data were sampled beside an evaluation, estimates nothing.
         """
         self.steps = steps
         self.is_solved = False
         """The deadline is now, because the run is solved."""
-        self._ends_when_solved = ends_when_solved
+        self._ends_when_solved, self._skips_first = ends_when_solved, skips_first
         self.waiting = "the engine has not started"
         """What the run waits for before its first step."""
         self._minutes = minutes
@@ -398,6 +403,8 @@ class Pace:
             mean = fmean(self._rewards[-ENDS:])
             return f"solved at step {done} of {self.steps}: the reward of {ENDS} steps in a row is {mean:.2f}"
         before, began = self._first
+        if done == before and self._skips_first:
+            return None
         each = (now - began) / (done - before) if done > before else _first_estimate(metrics, sampling)
         if self._minutes is None:
             longest = self._began + 60 * LONGEST_MINUTES
@@ -684,7 +691,7 @@ def run_quickstart(
             _report(f"dashboard: {address}")
             pace = Pace(
                 run.steps, minutes=flags.minutes, least_minutes=run.preset.minutes,
-                ends_when_solved=flags.steps is None,
+                ends_when_solved=flags.steps is None, skips_first=run.preset.held_out is not None,
             )  # fmt: skip
             extended = "" if flags.minutes is not None else ", or more after the first step if it is slow"
             _report(f"{run.steps} steps, at most {pace.limit}{extended}")
@@ -725,8 +732,13 @@ class HeldOutCommands:
     def _command(self, version: int) -> list[str] | None:
         if self.run.preset.held_out is None:
             return None
-        _report(f"{self.run.preset.held_out}: sampling the held-out tasks with policy version {version}")
-        file = shipped_files() / "tasks" / self.run.preset.held_out
+        source = shipped_files() / "tasks" / self.run.preset.held_out
+        lines, file = (
+            source.read_text(encoding="utf-8").splitlines(keepends=True),
+            self.run.logs / source.name,
+        )
+        replace_file(file, "".join(lines[:HELD_OUT_TASKS]).encode())
+        _report(f"sampling {HELD_OUT_TASKS} held-out tasks with policy version {version}")
         flags = {"eval_file": file, "eval_version": version, "eval_engine": "shared"}
         return agentrl_command("eval", [*self.plan.flags, *flag_words(flags)])
 
@@ -734,8 +746,8 @@ class HeldOutCommands:
         from agentrl.store.client import open_store
 
         async with await open_store(RunConfig(run_name=self.run.name)) as store:
-            last = await _last_committed(store)
-            return 0 if last is None else last.policy_version
+            last = await store.policy_versions.latest()
+            return 0 if last is None else last.id
 
 
 def _plan(
