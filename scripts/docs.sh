@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Build the documentation site into site/; a broken link or anchor, or any other warning, is an error.
+# Build the documentation site into site/, for a server or to open site/index.html. A broken link or anchor, or any other
+# warning, is an error.
 #
 #   bash scripts/docs.sh [--serve]   --serve shows it at http://127.0.0.1:8000 and rebuilds after every change
 #
@@ -26,5 +27,5 @@ else
     exit 1
   fi
   pages=$(find site -name '*.html' | wc -l)
-  printf 'docs: %s pages in site/; to read and search: python3 -m http.server --directory site\n' "$pages"
+  printf 'docs: %s pages in site/; to read and search, open site/index.html in a browser\n' "$pages"
 fi

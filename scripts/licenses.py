@@ -29,8 +29,9 @@ HEAD = """\
 
 本页只有英文版。[中文目录](zh/index.md)
 
-AgentRL is under the Apache License 2.0 ([LICENSE](../LICENSE)). Its wheel and sdist contain one file of others:
-uPlot 1.6.32, which draws the charts of the dashboard, under the MIT licence beside it. `pip`
+AgentRL is under the Apache License 2.0 ([LICENSE](../LICENSE)). Two files are of others, under the MIT licence beside
+or in them: uPlot 1.6.32, which draws the charts of the dashboard, in the wheel and the sdist; and iframe-worker 1.0.4,
+by which the documentation is searched without a server, in the sdist and the built site. `pip`
 fetches the packages below; `python scripts/licenses.py > docs/licenses.md` writes this page from the metadata of the
 versions that the tests use.
 
