@@ -19,6 +19,7 @@ from agentrl.errors import ConfigError
 _EXTRAS = {
     "accelerate": "trainer",
     "aiohttp": "buckets",
+    "cloudpickle": "notebook",
     "gcsfs": "gcs",
     "gguf": "trainer",
     "math_verify": "math",

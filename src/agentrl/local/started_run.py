@@ -5,17 +5,12 @@ The processes are those of ``agentrl launch train``; what it starts in a termina
 
 from __future__ import annotations
 
-import ast
-import builtins
-import inspect
+import base64
 import json
 import os
 import signal
 import subprocess
-import sys
-import textwrap
 import time
-import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -127,9 +122,7 @@ class Code:
     def __init__(self, folder: Path, module: str) -> None:
         """``folder`` will hold the file ``module``.py."""
         self._file = folder / f"{module}.py"
-        self._seen: set[str] = set()
-        self._parts: list[str] = []
-        """What the module defines, each part after those that it uses."""
+        self._pickled: dict[str, bytes] = {}
 
     def path_of(self, given: str | Function) -> str:
         """Return the name by which processes find ``given``: itself, or ``module:name`` of a function.
@@ -138,67 +131,36 @@ class Code:
         """
         if isinstance(given, str):
             return given
-        module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", None)
-        if not isinstance(name, str):
-            raise ConfigError(f"{given!r} is no function, which another process could find", hint=_IN_A_FILE)
-        if module == "__main__":
-            module = self._file.stem
-            self._add(name, given)
-        return f"{module}:{name}"
+        module, name = getattr(given, "__module__", None), getattr(given, "__name__", "")
+        if module != "__main__" and module is not None and name.isidentifier():
+            return f"{module}:{name}"
+        require("cloudpickle", "a function of a notebook", extra="notebook")
+        import cloudpickle
+
+        name = name if name.isidentifier() else f"function_{len(self._pickled)}"
+        try:
+            self._pickled[name] = cloudpickle.dumps(given)
+        except Exception as error:  # what an object's own pickling raises
+            raise ConfigError(
+                f"{name} uses what other processes cannot have: {type(error).__name__}: {error}",
+                hint="make it inside the function; or save the function in a file, and give 'file:name'"
+                " (docs/your_own)",
+            ) from error
+        return f"{self._file.stem}:{name}"
 
     def write(self) -> None:
-        """Write the module, if it has a function."""
-        if self._parts:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            parts = ["from __future__ import annotations", *self._parts]
-            replace_file(self._file, ("\n\n".join(parts) + "\n").encode())
-
-    def _add(self, name: str, value: Any) -> None:
-        """Add what the module calls ``name``, and what it uses itself before it."""
-        if name in self._seen:
+        """Write the module, if it has a function. Functions belong to it, as if they were defined there."""
+        if not self._pickled:
             return
-        self._seen.add(name)
-        if isinstance(value, types.ModuleType):
-            self._parts.append(f"import {value.__name__} as {name}")
-        elif getattr(value, "__module__", None) not in (None, "__main__", "builtins") and hasattr(
-            sys.modules.get(value.__module__), getattr(value, "__name__", "")
-        ):
-            self._parts.append(f"from {value.__module__} import {value.__name__} as {name}")
-        elif isinstance(value, (types.FunctionType, type)):
-            self._add_source(name, value)
-        else:
-            self._parts.append(f"{name} = {_literal(name, value)}")
-
-    def _add_source(self, name: str, value: types.FunctionType | type) -> None:
-        try:
-            source = textwrap.dedent(inspect.getsource(value))
-        except (OSError, TypeError) as error:
-            raise ConfigError(f"the source of {name} cannot be read: {error}", hint=_IN_A_FILE) from error
-        if value.__name__ == "<lambda>" or getattr(value, "__closure__", None):
-            raise ConfigError(f"{name} is a lambda or uses variables of another function", hint=_IN_A_FILE)
-        known = vars(sys.modules["__main__"])
-        for node in ast.walk(ast.parse(source)):
-            used = node.id if isinstance(node, ast.Name) else None
-            if used is not None and used != name and used in known and not hasattr(builtins, used):
-                self._add(used, known[used])
-        self._parts.append(source.rstrip())
-
-
-_IN_A_FILE = "save it as a function of a file, and give 'file:name' (docs/your_own)"
-
-
-def _literal(name: str, value: Any) -> str:
-    """Return the source of a constant. Raises ConfigError for what is none."""
-    text = repr(value)
-    try:
-        if ast.literal_eval(text) == value:
-            return text
-    except (ValueError, SyntaxError):
-        pass
-    raise ConfigError(
-        f"{name} is a {type(value).__name__}, which other processes cannot have",
-        hint=f"make it inside the function that uses it; or {_IN_A_FILE}",
-    )
+        lines = ["import base64", "", "import cloudpickle", ""]
+        for name, pickled in self._pickled.items():
+            text = base64.b64encode(pickled).decode()
+            lines += [
+                f"{name} = cloudpickle.loads(base64.b64decode({text!r}))",
+                f"{name}.__module__ = __name__",
+            ]
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(self._file, ("\n".join(lines) + "\n").encode())
 
 
 @dataclass(frozen=True)

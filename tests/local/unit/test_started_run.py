@@ -17,48 +17,41 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl.local import started_run
 from agentrl.local.started_run import Code, Estimate
 
-MAIN = '''
+MAIN = """
 import json
 import math as maths
+import threading
+import operator
 from pathlib import Path
 from agentrl.local.started_run import Code
 
-LIMIT, NAMES = 2.5, ("a", "b")
-HANDLE = open(__file__)
+LIMIT, OPERATIONS = 2.5, {"-": operator.sub}
+HANDLE = threading.Lock()
 
 class Near:
     def __init__(self, by: float) -> None:
         self.by = by
 
 def distance(given: str, right: str) -> float:
-    return near(0.5).by + maths.fabs(float(given) - float(right))
+    return near(0.5).by + maths.fabs(OPERATIONS["-"](float(given), float(right)))
 
 def near(by: float) -> Near:
     return Near(by) if by < LIMIT else distance("1", "2")
 
 def own(model_answer: str, ground_truth: dict) -> float:
-    """Uses others, which use each other; a local name shadows nothing."""
-    path = Path(NAMES[0])
     return distance(model_answer, ground_truth["answer"])
 
 def leaks(model_answer: str, ground_truth: dict) -> float:
-    return HANDLE.fileno()
-
-def made():
-    inner = 3
-    def closure(model_answer: str, ground_truth: dict) -> float:
-        return inner
-    return closure
+    return float(HANDLE.locked())
 
 code = Code(Path("code"), "agentrl_x")
-print(code.path_of(own), code.path_of("exact"), code.path_of(json.dumps))
+print(code.path_of(own), code.path_of("exact"), code.path_of(json.dumps), code.path_of(lambda a, b: LIMIT))
 code.write()
-for bad in (leaks, made(), lambda a, b: 1.0, 3):
-    try:
-        Code(Path("code"), "agentrl_y").path_of(bad)
-    except Exception as error:
-        print(type(error).__name__, str(error).splitlines()[0])
-'''
+try:
+    Code(Path("code"), "agentrl_y").path_of(leaks)
+except Exception as error:
+    print(type(error).__name__, str(error).splitlines()[0])
+"""
 
 
 def test_functions_of_a_notebook_become_a_module_with_what_they_use(tmp_path: Path) -> None:
@@ -66,16 +59,20 @@ def test_functions_of_a_notebook_become_a_module_with_what_they_use(tmp_path: Pa
     ran = subprocess.run(
         [sys.executable, "main.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
     )
-    named, *refused = ran.stdout.splitlines()
-    assert named == "agentrl_x:own exact json:dumps"
-    assert [line.split()[0] for line in refused] == ["ConfigError"] * 4
-    assert "HANDLE is a TextIOWrapper, which other processes cannot have" in refused[0]
-    used = "import agentrl_x; print(agentrl_x.own('3', {'answer': '1'}))"
+    named, refused = ran.stdout.splitlines()
+    assert named == "agentrl_x:own exact json:dumps agentrl_x:function_1"
+    assert refused.startswith(
+        "ConfigError leaks uses what other processes cannot have: TypeError: cannot pickle"
+    )
+    used = (
+        "import agentrl_x as x, pickle; again = pickle.loads(pickle.dumps(x.own));"
+        " print(again('3', {'answer': '1'}), x.function_1(1, 2), x.own.__module__)"
+    )
     again = subprocess.run(
         [sys.executable, "-c", used], cwd=tmp_path / "code", capture_output=True, text=True, check=True,
         timeout=60,
     )  # fmt: skip
-    assert again.stdout == "2.5\n"
+    assert again.stdout == "2.5 2.5 agentrl_x\n"
 
 
 @pytest.fixture
