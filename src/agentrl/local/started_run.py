@@ -262,16 +262,16 @@ class StartedRun:
     def evaluate(self, tasks: Tasks, *, samples: int = 1, version: int | None = None) -> Estimate:
         """Return pass@1 on ``tasks``, given as to ``run``, of the newest policy version or ``version``.
 
-        Samples ``samples`` trajectories a task by `agentrl eval`: on the run's engine if that serves the
-        version, else on an engine of its own. Raises AgentRLError if it fails.
+        Samples ``samples`` trajectories a task by `agentrl eval`: of the newest version on the run's engine
+        while it trains, else on an engine of its own. Raises AgentRLError if it fails.
         """
         stem = self._folder / f"eval-{time.time_ns()}"
         file = _task_file(tasks, stem.with_suffix(".jsonl"), self._defaults)
         kept = {flag: value for flag, value in self._flags.items() if flag not in ("train_file", "max_steps")}
+        engine = "auto" if self.is_running and version is None else "own"
         flags = {
-            **kept, "recipe": "eval", "eval_file": file, "eval_samples": samples,
+            **kept, "recipe": "eval", "eval_file": file, "eval_samples": samples, "eval_engine": engine,
             **({} if version is None else {"eval_version": version}),
-            **({"eval_engine": "auto"} if self.is_running else {}),
         }  # fmt: skip
         log = stem.with_suffix(".out")
         process = self._start("eval", flags, log)

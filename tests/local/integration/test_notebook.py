@@ -14,7 +14,7 @@ pytestmark = pytest.mark.integration
 NOTEBOOK = Path(__file__).parents[3] / "assets" / "examples" / "notebook" / "train.ipynb"
 SMALL = """model="model", steps=2, min_score_spread=0, drop_zero_advantage=False, max_turns=1,
     max_new_tokens=8, max_prompt_tokens=512, prompt_reserve_tokens=64, num_generations=2, groups_per_step=1,
-    lora_rank=4,"""
+    lora_rank=4, balance_sample=False,"""
 """Equal scores are trained too: a model with random weights answers nothing."""
 
 
