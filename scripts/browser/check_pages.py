@@ -38,6 +38,11 @@ _HIDES_LINKS = """(() => {
 })()"""
 """Whether the navigation is wider than its frame and shows no shade, or not the current page's link."""
 
+_EMPTY_LEGENDS = """[...document.querySelectorAll(".u-legend .u-value")]
+    .filter((value) => ["", "–", "--"].includes(value.textContent)).length"""
+_FIRST = {"trajectories": "table.rows tbody tr", "trajectory": ".turn .said"}
+"""Page → what its first screen shows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shot:
@@ -148,6 +153,12 @@ class Check:
                 result.problems.append(f"{where}: text of a model was run as a script")
             if page.evaluate(_HIDES_LINKS):
                 result.problems.append(f"{where}: the navigation scrolls, without a sign of it")
+            if count := page.evaluate(_EMPTY_LEGENDS):
+                result.problems.append(f"{where}: {count} values of legends are empty")
+            if (first := _FIRST.get(result.name)) is not None:
+                top = page.locator(first).first.bounding_box()
+                if top is None or top["y"] > page.viewport_size["height"]:
+                    result.problems.append(f"{where}: the first screen shows no {first}")
             wide = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
             if wide > _WIDEST_OVERFLOW:
                 result.problems.append(f"{where}: {wide} pixels wider than the window")

@@ -27,7 +27,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from agentrl.base.installation import how_to_install
 from agentrl.base.processes import free_port, start_ticks, tail
-from agentrl.errors import StoreError
+from agentrl.errors import StoreError, StoreUnavailableError
 from agentrl.store.mechanics.connection import DATABASE_SERVERS, LocalServer
 
 END_OF_LIFE: Final = {6: date(2025, 7, 31), 7: date(2027, 8, 31), 8: date(2029, 10, 31)}
@@ -674,10 +674,10 @@ class EmbeddedMongo:
 
 @DATABASE_SERVERS.register("embedded")
 def running_server(directory: str) -> LocalServer:
-    """Return the server of a folder, as the store looks for it. Raises StoreError if it does not run."""
+    """Return the server of a folder, as the store looks for it. Raises StoreUnavailableError without one."""
     status = EmbeddedMongo(directory).status()
     if not status.running:
-        raise disk_problem(status.directory) or StoreError(
+        raise disk_problem(status.directory) or StoreUnavailableError(
             f"no embedded MongoDB is running under {status.directory}",
             hint="start it: agentrl mongo up; or name your server with MONGO_URI or --db_connection_string",
         )
@@ -689,7 +689,7 @@ def disk_problem(directory: Path) -> StoreError | None:
     free = shutil.disk_usage(directory).free if directory.is_dir() else _FREE_BYTES
     if free >= _FREE_BYTES:
         return None
-    return StoreError(
+    return StoreUnavailableError(
         f"the disk of {directory} has {free / 2**20:.0f} MiB free, and the embedded MongoDB needs"
         f" {_FREE_BYTES / 2**20:.0f}",
         hint="free some space there, then: agentrl mongo up. What is stored stays, and processes wait for it"

@@ -97,6 +97,8 @@ class RunSummary:
     steps: int = 0
     """The last committed optimizer step."""
     reward: float | None = None
+    rewards: tuple[float | None, ...] = ()
+    """Of the newest steps, in order, as many as were asked for."""
     pass_rate: float | None = None
     trajectories: int = 0
     """Estimated number of Records."""
@@ -143,24 +145,25 @@ class Runs(Repository):
         super().__init__(connection.beside(connection.database.name))
 
     @database_call
-    async def all(self, alive_seconds: float) -> list[RunSummary]:
+    async def all(self, alive_seconds: float, steps: int = 1) -> list[RunSummary]:
         """Return the runs that this user may see, those with the latest activity first.
 
-        An engine is alive while its heartbeat is not older than ``alive_seconds``.
+        An engine is alive while its heartbeat is not older than ``alive_seconds``. ``steps`` is the number of
+        steps whose rewards are read.
         """
         at = await self._connection.server_time()
         limit = asyncio.Semaphore(_AT_A_TIME)
 
         async def one(name: str) -> RunSummary | None:
             async with limit:
-                return await self._summary(name, at, alive_seconds)
+                return await self._summary(name, at, alive_seconds, steps)
 
         summaries = await asyncio.gather(*map(one, await self._connection.databases()))
         runs = [summary for summary in summaries if summary is not None]
         oldest = datetime.min.replace(tzinfo=UTC)
         return sorted(runs, key=lambda run: (run.active_at or oldest, run.name), reverse=True)
 
-    async def _summary(self, name: str, at: datetime, alive_seconds: float) -> RunSummary | None:
+    async def _summary(self, name: str, at: datetime, alive_seconds: float, steps: int) -> RunSummary | None:
         database = self._connection.client[name]
         empty = RunSummary(name=name, at=at)
         try:
@@ -173,7 +176,7 @@ class Runs(Repository):
                 return replace(
                     empty, problem=f"schema version {version}; this AgentRL reads {SCHEMA_VERSION}"
                 )
-            summary = await self._read(empty, alive_seconds)
+            summary = await self._read(empty, alive_seconds, steps)
             if not _is_a(summary, RunSummary):
                 raise ValueError("a field has another type")
             return summary
@@ -188,11 +191,13 @@ class Runs(Repository):
         except PyMongoError as error:
             raise self._connection.error(f"reading run {name!r}", error) from error
 
-    async def _read(self, empty: RunSummary, alive_seconds: float) -> RunSummary:
+    async def _read(self, empty: RunSummary, alive_seconds: float, steps: int) -> RunSummary:
         database, at = self._connection.client[empty.name], empty.at
         applied = {"status": {"$in": values(APPLIED_STEPS)}}
         fields = {"step": 1, "committed_at": 1, "metrics.reward": 1, "metrics.pass_rate": 1}
-        step: Json = await database[STEP].find_one(applied, fields, sort=[("step", -1)]) or {}
+        found = database[STEP].find(applied, fields, sort=[("step", -1)], limit=steps)
+        newest_steps: list[Json] = await found.to_list()
+        step: Json = newest_steps[0] if newest_steps else {}
         lease = TrainerLease.from_document(await database[LEASE].find_one({"_id": TRAINER}) or {})
         newest: Json = await database[RECORD].find_one({}, {"created_at": 1}, sort=[("created_at", -1)]) or {}
         engines = await database[SERVICE].count_documents(_alive(at, alive_seconds))
@@ -210,6 +215,7 @@ class Runs(Repository):
             empty,
             steps=step.get("step", 0),
             reward=metrics.get("reward"),
+            rewards=tuple(each.get("metrics", {}).get("reward") for each in reversed(newest_steps)),
             pass_rate=metrics.get("pass_rate"),
             trajectories=await database[RECORD].estimated_document_count(),
             trainer=lease.is_held(at),

@@ -31,7 +31,7 @@ from agentrl.screens.dashboard.pages.compare import pair_turns
 from agentrl.screens.dashboard.pages.scores import VALUES, dependence, disagreements, edges, repeated_answers
 from agentrl.screens.dashboard.pages.trajectories import PAGE, Colour, decoder, legend_of, token_views
 from agentrl.screens.dashboard.query import BadQueryError, read_form
-from agentrl.screens.dashboard.render import ago, excerpt, visible
+from agentrl.screens.dashboard.render import ago, excerpt, sparkline, visible
 from agentrl.screens.views.counts import ScoredRow
 from agentrl.screens.views.pipelines import StepRow
 from agentrl.screens.views.read import CallTokens, StepValues
@@ -173,6 +173,14 @@ def test_an_excerpt_is_one_line() -> None:
     assert str(excerpt("a\n\n  b", 10)) == "a b"
     assert str(excerpt("x" * 50, 10)) == "x" * 9 + "…"
     assert str(excerpt(None)) == ""
+
+
+def test_a_sparkline_spans_its_values_and_leaves_gaps_out() -> None:
+    shown = str(sparkline([0.0, None, 1.0, math.nan, 0.5]))
+    assert 'points="0.0,22.0 48.0,0.0 96.0,11.0"' in shown
+    assert "the last 3 steps: 0.000 to 0.500, 0.000 at least, 1.000 at most" in shown
+    assert 'points="0.0,11.0 96.0,11.0"' in str(sparkline([0.5, 0.5]))
+    assert sparkline([]) == sparkline([None, 0.5]) == ""
 
 
 def test_ages() -> None:

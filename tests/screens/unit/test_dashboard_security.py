@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -29,11 +30,24 @@ async def guarded() -> AsyncIterator[AsyncClient]:
 
 
 async def test_without_the_token_nothing_is_shown(guarded: AsyncClient) -> None:
-    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Cookie": "agentrl_token=wrong"}):
-        answer = await guarded.get(asset("style.css"), headers=headers)
-        assert answer.status_code == 401
-        assert TOKEN not in answer.text
-    assert (await guarded.get("/?token=wrong")).status_code == 401
+    for path in ("/", "/compare", "/runs/any", "/runs/any/events", "/nothing", "/static", "//static/1/x"):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Cookie": "agentrl_token=wrong"}):
+            answer = await guarded.get(f"http://127.0.0.1:8900{path}", headers=headers)
+            assert (path, answer.status_code) == (path, 401)
+            assert TOKEN not in answer.text
+    answer = await guarded.get("/", headers={"Host": "127.0.0.1:8900/static/"})
+    assert answer.status_code in (401, 421)
+
+
+async def test_a_failed_login_is_a_page_that_asks_again(guarded: AsyncClient) -> None:
+    asked, refused = await guarded.get("/"), await guarded.get("/?token=wrong")
+    assert "This dashboard asks for its token" in asked.text
+    assert "This is not the token of this dashboard" in refused.text
+    for answer in (asked, refused):
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert '<input type="password" name="token"' in answer.text
+        for address in re.findall(r'"(/static/[^"]+)"', answer.text):
+            assert (await guarded.get(address)).status_code == 200
 
 
 async def test_the_first_visit_leaves_a_cookie_and_no_token_in_the_address(guarded: AsyncClient) -> None:
@@ -44,12 +58,12 @@ async def test_the_first_visit_leaves_a_cookie_and_no_token_in_the_address(guard
     assert "HttpOnly" in cookie
     assert "SameSite=strict" in cookie
     assert TOKEN not in cookie
-    assert (await guarded.get(asset("style.css"))).status_code == 200
+    assert (await guarded.get("/nothing")).status_code == 404
 
 
 async def test_a_script_sends_the_token_as_a_bearer_token(guarded: AsyncClient) -> None:
-    answer = await guarded.get(asset("style.css"), headers={"Authorization": f"Bearer {TOKEN}"})
-    assert answer.status_code == 200
+    answer = await guarded.get("/nothing", headers={"Authorization": f"Bearer {TOKEN}"})
+    assert answer.status_code == 404
 
 
 async def test_a_redirect_stays_on_this_host(guarded: AsyncClient) -> None:

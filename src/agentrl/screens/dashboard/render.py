@@ -19,14 +19,14 @@ from urllib.parse import quote, urlencode
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from agentrl import __version__
 from agentrl.documents.document import now
 from agentrl.observe.metric_definitions import definition_of
-from agentrl.observe.terminal import MISSING, age, duration, number, percent, signed
+from agentrl.observe.terminal import MISSING, age, duration, finite, number, percent, signed
 from agentrl.screens.run_screens import amount
 
 _JOINERS = "\u200c\u200d"
@@ -98,7 +98,34 @@ def ago(moment: datetime | None, at: datetime | None = None) -> Markup:
     )
 
 
+_SPARK = (96, 22)
+"""Width and height of a sparkline, in pixels."""
+
+
+def sparkline(values: Sequence[float | None]) -> Markup:
+    """Return a curve of the size of a word, as SVG; nothing for fewer than two values."""
+    known = [found for value in values if (found := finite(value)) is not None]
+    if len(known) < 2:
+        return Markup("")
+    width, height = _SPARK
+    low, high = min(known), max(known)
+    step, below = width / (len(known) - 1), height / ((high - low) or 1)
+    points = " ".join(
+        f"{step * index:.1f},{below * (high - value) if high > low else height / 2:.1f}"
+        for index, value in enumerate(known)
+    )
+    return Markup(
+        '<svg class="spark" width="{0}" height="{1}" viewBox="-2 -2 {2} {3}" role="img" aria-label="{4}">'
+        '<title>{4}</title><polyline points="{5}"/></svg>'
+    ).format(
+        width, height, width + 4, height + 4,
+        f"the last {len(known)} steps: {number(known[0])} to {number(known[-1])}, {number(low)} at least,"
+        f" {number(high)} at most", points,
+    )  # fmt: skip
+
+
 FILTERS = {
+    "sparkline": sparkline,
     "visible": visible,
     "excerpt": excerpt,
     "number": number,
@@ -112,6 +139,7 @@ FILTERS = {
 """The Jinja filters of every template."""
 
 
+STATIC = "/static"
 _FOLDER = Path(__file__).parent / "static"
 _TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _FOREVER = "public, max-age=31536000, immutable"
@@ -169,7 +197,7 @@ def compile_templates() -> None:
 
 
 def render(
-    request: Request,
+    request: HTTPConnection,
     template: str,
     *,
     run: str | None = None,
@@ -222,7 +250,7 @@ def _files() -> dict[str, _File]:
 
 def asset(name: str) -> str:
     """Return the address of a file of ``static/``."""
-    return f"/static/{_files()[name].version}/{name}"
+    return f"{STATIC}/{_files()[name].version}/{name}"
 
 
 @cache
@@ -243,4 +271,4 @@ async def _serve(request: Request) -> Response:
     return Response(content, media_type=file.media_type, headers=headers)
 
 
-routes = [Route("/static/{version}/{name}", _serve)]
+routes = [Route(f"{STATIC}/{{version}}/{{name}}", _serve)]

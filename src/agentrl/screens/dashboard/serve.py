@@ -113,12 +113,16 @@ class Guard:
         if self._options.token is None:
             return None
         if given := request.query_params.get("token"):
-            return self._enter(request) if self._is_token(given) else _ask_for_token()
+            return self._enter(request) if self._is_token(given) else _ask_for_token(request, given=True)
         scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._is_token(credentials.strip()):
             return None
-        cookie = request.cookies.get(self._options.cookie, "")
-        return None if _equal(cookie, self._cookie_value()) else _ask_for_token()
+        if _equal(request.cookies.get(self._options.cookie, ""), self._cookie_value()):
+            return None
+        # The page that asks for the token needs them, and every installation has the same ones.
+        if request.scope["path"].startswith(f"{render.STATIC}/"):
+            return None
+        return _ask_for_token(request, given=bool(credentials))
 
     def _enter(self, request: HTTPConnection) -> Response:
         """Set the cookie, and go to the same address without the token."""
@@ -149,13 +153,10 @@ def _equal(given: str, wanted: str) -> bool:
     return hmac.compare_digest(given.encode(), wanted.encode())
 
 
-def _ask_for_token() -> Response:
-    return PlainTextResponse(
-        "This dashboard asks for its token.\nOpen the address that `agentrl dashboard` printed, which ends in"
-        " ?token=…; a script sends it as `Authorization: Bearer …`.\n",
-        HTTPStatus.UNAUTHORIZED,
-        {"WWW-Authenticate": "Bearer"},
-    )
+def _ask_for_token(request: HTTPConnection, *, given: bool) -> Response:
+    answer = render.render(request, "login.html", given=given, status=HTTPStatus.UNAUTHORIZED)
+    answer.headers["WWW-Authenticate"] = "Bearer"
+    return answer
 
 
 def create_app(options: DashboardOptions) -> Starlette:

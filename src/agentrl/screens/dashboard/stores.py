@@ -32,6 +32,8 @@ from agentrl.store.run_list import Runs, RunSummary, connect_server
 Page = Callable[[Request], Coroutine[Any, Any, Response]]
 
 _SHARED_SECONDS = 1.0
+_SPARK_STEPS = 48
+"""Steps in the small curve of each run."""
 MAX_OPEN = 16
 """Runs whose connections stay open."""
 
@@ -141,7 +143,8 @@ async def read_runs(request: Request, seconds: float) -> list[RunSummary]:
     """Return every run of the server, read anew if it was read more than ``seconds`` ago."""
 
     async def read() -> list[RunSummary]:
-        return await Runs(await pool_of(request).server()).all(EngineListConfig().alive_seconds)
+        server = await pool_of(request).server()
+        return await Runs(server).all(EngineListConfig().alive_seconds, _SPARK_STEPS)
 
     return await cache_of(request).get("runs", seconds, read)
 

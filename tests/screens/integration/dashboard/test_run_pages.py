@@ -220,6 +220,28 @@ async def test_a_step_that_was_undone_leaves_the_curves(client: httpx2.AsyncClie
     assert '"marks":[[2,"--max_steps 40 → 80"]]' in again
 
 
+async def test_the_list_of_runs_draws_the_reward_of_committed_steps(
+    client: httpx2.AsyncClient, store: Store, run_config: RunConfig
+) -> None:
+    steps = store.database["TrainStep"]
+    first = await steps.find_one({"_id": run.STEP})
+    assert first is not None
+    row = (await page(client, "/")).partition(f'href="/runs/{store.run_name}"')[2].partition("</tr>")[0]
+    assert "<polyline" not in row, "one step is no curve"
+    later = {"1/2": ("reverted", 9.0), "1/3": ("committed", 0.25), "1/4": ("planned", 9.0)}
+    for key, (status, reward) in later.items():
+        number = int(key.partition("/")[2])
+        await steps.insert_one(
+            {**first, "_id": key, "step": number, "status": status, "metrics": {"reward": reward}}
+        )
+    (listed,) = [each for each in await Runs(store.connection).all(10.0, 8) if each.name == store.run_name]
+    assert listed.rewards == (0.5, 0.25)
+    (newest,) = [each for each in await Runs(store.connection).all(10.0) if each.name == store.run_name]
+    assert newest.rewards == (0.25,)
+    async with opened(run_config) as (_, other):
+        assert "the last 2 steps: 0.500 to 0.250" in await page(other, "/")
+
+
 async def test_what_was_withdrawn_is_shown_without_its_content(
     client: httpx2.AsyncClient, store: Store
 ) -> None:
@@ -269,14 +291,17 @@ async def test_a_newer_schema_is_named(store: Store, run_config: RunConfig) -> N
         assert "schema version 99" in await page(client, "/")
 
 
-async def test_a_server_that_is_away_is_named() -> None:
+async def test_a_server_that_is_away_is_named(tmp_path: Path) -> None:
     uri = "mongodb://127.0.0.1:1/?replicaSet=none"
-    async with opened(RunConfig(db_connection_string=uri, db_timeout_seconds=0.3)) as (_, client):
-        for path in ("/", "/runs/any", "/runs/any/events"):
-            answer = await client.get(path)
-            assert answer.status_code == 503
-            assert "127.0.0.1:1" in answer.text
-            assert answer.headers["retry-after"]
+    away = RunConfig(db_connection_string=uri, db_timeout_seconds=0.3)
+    for config, name in ((away, "127.0.0.1:1"), (RunConfig(mongo_dir=str(tmp_path)), "agentrl mongo up")):
+        async with opened(config) as (_, client):
+            for path in ("/", "/compare", "/runs/any", "/runs/any/steps/1", "/runs/any/events"):
+                answer = await client.get(path)
+                assert answer.status_code == 503
+                assert "The database does not answer" in answer.text
+                assert name in answer.text
+                assert answer.headers["retry-after"]
 
 
 async def test_clients_of_a_run_share_one_feed(

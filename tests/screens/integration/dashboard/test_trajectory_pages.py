@@ -84,6 +84,29 @@ async def test_trajectories_are_filtered_sorted_and_paged(client: httpx2.AsyncCl
         assert "What to do" not in await page(client, f"trajectories?{query}", 400)
 
 
+async def test_the_filters_that_are_folded_are_open_when_one_is_set(client: httpx2.AsyncClient) -> None:
+    shown, folded = re.split("<details>", (await page(client, "trajectories")).partition("</form>")[0])
+    assert all(f'name="{name}"' in shown + folded for name in FIELDS)
+    for name in FIELDS:
+        value = {"status": "ready", "order": "newest"}.get(name, "1")
+        text = await page(client, f"trajectories?{name}={value}")
+        assert ("<details open>" in text) == (f'name="{name}"' in folded), name
+    assert 'name="text"' in shown
+
+
+async def test_a_conversation_comes_before_what_is_known_of_it(client: httpx2.AsyncClient) -> None:
+    text = await page(client, f"trajectories/{HOSTILE}")
+    found = [
+        text.index(f'id="{name}"') for name in ("conversation", "question", "scores", "labels", "timings")
+    ]
+    assert found == sorted(found)
+    top = text[: found[0]]
+    assert len(top) < 6000
+    assert "score" in top.partition("<h1>")[2]
+    failed = await page(client, f"trajectories/{run.TRAINED}/0/1")
+    assert "the engine went away" in failed.partition('id="conversation"')[0]
+
+
 HOSTILE_VALUES = (
     "[" * 20_000, "9" * 311, "1e999", "nan", "$where", '{"$gt": ""}', "a\x00b", "\ud800", "٣", "(" * 400,
     "\\", "../" * 50, base64.urlsafe_b64encode(b"[" * 15_000).decode(),

@@ -32,6 +32,13 @@ function shownNumber(value) {
   return size >= 1e6 || (size && size < 1e-3) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
 
+// What a legend shows while no pointer is over the chart: each line's last value, or the sum of the bars.
+function atRest(figure, values) {
+  const known = values.filter((value) => value != null);
+  if (figure.kind === "line" || figure.kind === "stack") return shownNumber(known.at(-1));
+  return `${shownNumber(known.reduce((sum, value) => sum + value, 0))} in all`;
+}
+
 // Adds the shown series up from the last to the first, so that each covers the lower part of the one before it.
 function stacked(columns, isShown) {
   const sums = new Array(columns[0].length).fill(0);
@@ -50,7 +57,11 @@ function chartOf(plot, figure) {
   const isStack = figure.kind === "stack";
   const xs = columns[0];
   const gaps = xs.slice(1).map((x, index) => x - xs[index]).filter((gap) => gap > 0);
-  const half = isBars ? (gaps.length ? Math.min(...gaps) : 1) / 2 : 0;
+  const isAlone = xs.length === 1; // a chart would scale it from 0 to its double, with a bar over all of it
+  const gap = gaps.length ? Math.min(...gaps) : Number.isInteger(xs[0]) ? 1 : Math.abs(xs[0]) / 4;
+  const half = isAlone ? 1.5 * gap : isBars ? gap / 2 : 0;
+  const width = isAlone ? 0.33 : figure.kind === "bar" ? 0.8 : 0.98;
+  const restOfX = !isBars || isStack ? "last" : isAlone ? shownNumber(xs[0]) : `${shownNumber(xs[0])} to ${shownNumber(xs.at(-1))}`;
   const line = isDark() ? "#363c47" : "#d5dae1";
   const axis = {
     stroke: style.color, font: `12px ${style.fontFamily}`, labelFont: `12px ${style.fontFamily}`, labelGap: 0,
@@ -59,10 +70,12 @@ function chartOf(plot, figure) {
   const scaleY = { distr: figure.log_y ? 3 : 1 };
   if (figure.y_range) scaleY.range = figure.y_range;
   else if (isBars) scaleY.range = (chart, low, high) => [Math.min(0, low), Math.max(0, high * 1.05) || 1];
+  else if (!figure.log_y) scaleY.range = (chart, low, high) => (low || high ? uPlot.rangeNum(low, high, 0.1, true) : [0, 1]);
+  const rangeX = isAlone ? [xs[0] - half, xs[0] + half] : isBars ? (chart, low, high) => [low - half, high + half] : undefined;
   const options = {
     width: plot.clientWidth,
     height: plot.clientHeight,
-    scales: { x: { time: false, range: isBars ? (chart, low, high) => [low - half, high + half] : undefined }, y: scaleY },
+    scales: { x: { time: false, range: rangeX }, y: scaleY },
     axes: [
       { ...axis, label: figure.x_title, labelSize: 18, size: 28, ...(xs.every(Number.isInteger) ? { incrs: WHOLE } : {}) },
       {
@@ -72,7 +85,7 @@ function chartOf(plot, figure) {
       },
     ],
     series: [
-      { label: figure.x_title, value: (chart, value) => shownNumber(value) },
+      { label: figure.x_title, value: (chart, value) => (value == null ? restOfX : shownNumber(value)) },
       ...figure.series.map((series, index) => ({
         label: series.name,
         stroke: colors[index % colors.length],
@@ -80,8 +93,8 @@ function chartOf(plot, figure) {
         width: isBars ? 0 : 2,
         dash: series.dash,
         points: { show: !isBars && xs.length <= MAX_MARKED, size: 5, fill: colors[index % colors.length] },
-        paths: isBars ? uPlot.paths.bars({ size: [figure.kind === "bar" ? 0.8 : 0.98, Infinity] }) : undefined,
-        value: (chart, value, at, row) => shownNumber(row == null ? null : columns[at][row]),
+        paths: isBars ? uPlot.paths.bars({ size: [width, Infinity] }) : undefined,
+        value: (chart, value, at, row) => (row == null ? atRest(figure, columns[at]) : shownNumber(columns[at][row])),
       })),
     ],
     cursor: { drag: { x: true, y: !figure.y_range, uni: 30 }, points: { show: !isBars } },
