@@ -506,8 +506,9 @@ class DispatchedSamplingTask(Root):
     @property
     def spent(self) -> Spent:
         """Return what the call, its tools and the events after it took."""
-        asked = [call for run in self.tool_executions if run.condensed for call in run.condensed.calls]
-        models = [*asked, *([self.fixed] if self.fixed else [])]
+        models: list[BrowseCall | FixedModelCall] = [] if self.fixed is None else [self.fixed]
+        for run in self.tool_executions:
+            models += () if run.condensed is None else run.condensed.calls
         events = [event.seconds for event in self.events if event.name in (STEP, TOOL)]
         return Spent(
             tool_seconds=sum(run.seconds for run in self.tool_executions) + sum(events),

@@ -71,7 +71,8 @@ def _lines(run: RunSnapshot, output_free: int | None) -> Iterator[tuple[str, Tex
         yield "failed", text.append(f"  {excerpt(failure.message, 100)}", style="dim")
     if run.continued.any:
         yield "continued", Text(continued_text(run.continued))
-    yield "took", _took(run.costs)
+    if run.costs.shares():
+        yield "took", _took(run.costs)
     yield "disk", _disk(run, output_free)
 
 

@@ -115,7 +115,9 @@ class RunCosts:
     """Money; None without ``--prices``."""
 
     def shares(self) -> list[CostShare]:
-        """Return what the run took, and a trajectory and an informative group of it if there are any."""
+        """Return what the run, a trajectory and an informative group of it took; [] if it took nothing."""
+        if self == RunCosts(total=self.total):
+            return []
         counts = {"run": 1, "trajectory": self.trajectories, "informative group": self.informative_groups}
         return [
             CostShare(
@@ -161,7 +163,8 @@ class Costs(Repository):
 
     async def _sum(self, collection: str, query: Json, value: Json | str) -> float:
         group = {"$group": {"_id": None, "sum": {"$sum": value}}}
-        return sum([found["sum"] for found in await self._aggregate(collection, {"$match": query}, group)])
+        found = await self._aggregate(collection, {"$match": query}, group)
+        return float(found[0]["sum"]) if found else 0.0
 
 
 def _money(prices: Prices, costs: RunCosts) -> float:

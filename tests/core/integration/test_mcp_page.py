@@ -43,7 +43,7 @@ def test_its_tasks_load_and_none_of_them_is_held_out(
 
 def clumsy(prompt: str) -> str:
     """Ask for the bolts rightly, for the nuts by another name, and for the rest not at all."""
-    asked, _, answered = prompt.rpartition("\nuser\n")[2].partition("tool\n")
+    asked, _, answered = prompt.rpartition("user\n")[2].partition("tool\n")
     for item, called in (("bolts", "bolts"), ("nuts", "knots")):
         if item in asked and not answered:
             arguments = json.dumps({"name": "pieces", "arguments": {"item": called}})

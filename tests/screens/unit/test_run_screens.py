@@ -212,7 +212,7 @@ def test_the_json_has_every_key_and_no_number_that_json_lacks() -> None:
     keys = (
         "run_name at activity steps rates queues trainer ended samplers sampler_states sampler_work"
         " last_claim engines outages failures parent children versions disk output_free state findings"
-        " continued"
+        " continued costs"
     )
     assert set(value) == set(keys.split())
     assert value["steps"][0]["metrics"] == {"tokens_per_second": 1234.5, "kl_k3": None}
@@ -412,7 +412,7 @@ def test_the_json_has_every_key() -> None:
     keys = (
         "run_name tasks records failures continued groups data lengths prompts samplers sampler_states"
         " sampler_work outages past_outages waiting_for_score engines versions steps settings configurations"
-        " environments evaluations at state findings parent children"
+        " environments evaluations at state findings parent children costs"
     )
     value = json.loads(json.dumps(tables_json(snapshot(), details), allow_nan=False))
     assert set(value) == set(keys.split())
