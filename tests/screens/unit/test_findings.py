@@ -27,7 +27,8 @@ def test_a_healthy_run_has_no_finding() -> None:
         ({"liveness": {"engines": (engine(), engine(60.0))}}, "warn", "1 of 2 engines"),
         ({"liveness": {"claims": {}, "listed": ()}}, "warn", "no sampler is alive"),
         ({"lease": TrainerLease()}, "warn", "no trainer runs"),
-        ({"lease": TrainerLease(), "liveness": {"claims": {}}}, "warn", "3 of its tasks are unfinished"),
+        ({"lease": TrainerLease(), "liveness": {"claims": {}, "listed": ()}}, "warn",
+         "3 of its tasks are unfinished"),
         ({"liveness": {"at": NOW + timedelta(seconds=61), "engines": (engine(-61),)},
           "lease": TrainerLease(owner="t", lease_expires_at=NOW + timedelta(hours=1))}, "warn", "last step"),
         ({"steps": steps(kl_k3=0.1)}, "warn", "KL(μ‖π) is 0.100"),
@@ -75,7 +76,7 @@ def test_an_outage_that_several_samplers_see_is_one_finding_and_comes_first() ->
 
 
 def test_a_finished_run_is_not_a_fault_and_a_stopped_one_is() -> None:
-    quiet: dict[str, Any] = {"claims": {}, "engines": (engine(60.0),)}
+    quiet: dict[str, Any] = {"claims": {}, "listed": (), "engines": (engine(60.0),)}
     finished = snapshot(lease=TrainerLease(ended=TrainerEnd.FINISHED), liveness=quiet)
     assert findings(finished) == []
     assert state(finished) == ("finished", "good")
@@ -95,7 +96,7 @@ def test_a_trainer_that_started_again_is_not_finished() -> None:
 
 
 def test_states() -> None:
-    idle = {"lease": TrainerLease(), "liveness": {"claims": {}}}
+    idle = {"lease": TrainerLease(), "liveness": {"claims": {}, "listed": ()}}
     assert state(snapshot(**idle)) == ("stopped", "warn")
     assert state(snapshot(**idle, tasks={("train", 0): {"completed": 8}})) == ("ended", "")
     assert state(snapshot(**idle, tasks={})) == ("empty", "")

@@ -104,7 +104,7 @@ def test_the_screen_fits_80_columns_and_says_what_is_wrong() -> None:
     flat = " ".join(page.split())
     parts = [
         "demo training", "step 3 7 min ago 60 steps/h", "reward 0.300 ▁▄█", "6.0 scored trajectories/min",
-        "trainer host-7", "host-8 (12)", "http://e local dead",
+        "trainer host-7", "host-8 (12, holding claims)", "http://e local dead",
         "groups: 4 to come, 3 open, 1 to finalize, 9 done; trajectories: 2 to score, 16 ready, 8 planned",
         "tool 2 went away [b]x[/b]", "database 3.0 GiB, 1.0 TiB free on the server",
     ]  # fmt: skip
@@ -183,7 +183,7 @@ def test_an_empty_run_has_a_screen() -> None:
 
 def test_a_healthy_run_and_a_finished_one_say_so() -> None:
     assert "healthy    nothing is down" in _printed(snapshot())
-    quiet: dict[str, Any] = {"claims": {}, "outages": []}
+    quiet: dict[str, Any] = {"claims": {}, "listed": (), "outages": []}
     page = _printed(_status(lease=TrainerLease(ended=TrainerEnd.FINISHED), liveness=quiet))
     assert "demo  finished" in page
     assert "trainer    finished" in page
@@ -218,7 +218,7 @@ def test_the_json_has_every_key_and_no_number_that_json_lacks() -> None:
     assert value["steps"][0]["metrics"] == {"tokens_per_second": 1234.5, "kl_k3": None}
     assert value["at"] == NOW.isoformat()
     assert (value["activity"], value["state"]) == ("training", "training")
-    assert value["trainer"] == {"owner": "host-7", "host": "host", "pid": 7, "alive": True}
+    assert value["trainer"] == {"owner": "host-7", "host": "host", "pid": 7, "alive": True, "doing": None}
     assert value["queues"] == {
         "tasks_created": 4, "tasks_running": 3, "tasks_waiting": 1, "tasks_completed": 9,
         "waiting_for_score": 2, "data_ready": 16, "data_planned": 8, "data_trained": 192,
@@ -381,7 +381,7 @@ def test_the_state_of_a_run_is_tables() -> None:
     assert rows(page, "eval ") == [["eval", "20,000", "17,800", "0.89"]]
     assert rows(page, "order ") == [["order", "9", "6", "0.67", "40", "30", "0.75", "0.90"]]
     assert rows(page, "pass_rate ") == [["pass_rate", "4", "0", "0.00", "0", "0", "–", "0.00"]]
-    assert rows(page, "host-1") == [["host-1", "3", "–"]]
+    assert rows(page, "host-1") == [["host-1", "3", "holding", "claims"]]
     assert rows(page, "http://127.0.0.1:4000")[0][1:5] == ["local", "ready", "7", "3"]
     assert rows(page, "http://127.0.0.1:4001")[0][1:4] == ["sglang", "dead", "–"]
     assert "4002" not in page
@@ -393,7 +393,7 @@ def test_the_state_of_a_run_is_tables() -> None:
 def test_tables_without_rows_are_left_out() -> None:
     nothing: dict[str, Any] = {"tasks": {}, "records": {}, "engines": (), "steps": ()}
     details = RunDetails(groups=(), data=(), lengths=(), prompts=(), environments=(), versions=(), steps=())
-    run = snapshot(**nothing, lease=TrainerLease(), liveness={"claims": {}, "engines": ()})
+    run = snapshot(**nothing, lease=TrainerLease(), liveness={"claims": {}, "listed": (), "engines": ()})
     assert run.empty
     assert not snapshot().empty
     assert printed(render_tables(run, details)) == "run demo, 2026-11-21 12:00:00 UTC"

@@ -12,6 +12,8 @@ import orjson
 from markupsafe import Markup
 
 from agentrl.config.agreement import per_process_flags
+from agentrl.config.load import flag_names
+from agentrl.config.schema import TrainConfig
 from agentrl.documents.run import Evaluation, RunSettings, flags_at
 from agentrl.documents.training import attempt_of
 from agentrl.observe.metric_definitions import definition_of
@@ -44,9 +46,9 @@ class FlagChange(NamedTuple):
 def flag_changes(steps: Sequence[StepRow], starts: Sequence[RunSettings]) -> list[FlagChange]:
     """Return where the flags of the trainer changed, by the flags of all ``starts``.
 
-    Without flags that concern a process alone, and steps of the parent, whose starts are not known here.
+    Without flags of other processes, and steps of the parent, whose starts are not known here.
     """
-    found, unseen = [], per_process_flags()
+    found, unseen = [], per_process_flags().difference(flag_names(TrainConfig))
     for before, step in pairwise(step for step in steps if not step.inherited):
         old, new = (flags_at(starts, attempt_of(each.id)) for each in (before, step))
         if old is None or new is None or old is new:
