@@ -6,6 +6,7 @@ A block that cannot run has the reason in a comment right above it: ``<!-- not r
 from __future__ import annotations
 
 import ast
+import asyncio
 import importlib
 import inspect
 import itertools
@@ -57,7 +58,9 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
         if block.title is not None:
             importlib.import_module(block.title.removesuffix(".py"))
         elif block.not_run is None:
-            exec(code, names)
+            result = eval(code, names)
+            if inspect.iscoroutine(result):
+                asyncio.run(result)
 
 
 @pytest.mark.parametrize("block", of("json"), ids=str)

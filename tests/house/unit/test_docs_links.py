@@ -40,4 +40,5 @@ def test_the_api_page_has_every_public_name() -> None:
     shown = re.findall(r"^::: agentrl\.(\S+)\.(\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.M)
     missing = set(agentrl.__all__) - {name for _, name in shown} - {"Message"}
     assert missing == set()
+    shown.remove(("local.started_run", "Estimate"))  # what evaluate() of a StartedRun returns
     assert {(module, name) for module, name in shown if agentrl._MODULES.get(name) != module} == set()

@@ -31,9 +31,11 @@ def test_an_environment_of_another_clone_is_refused(tmp_path: Path) -> None:
         (clone / name).touch()
     other.mkdir()
     venv.create(folder, with_pip=False, symlinks=True)
-    site = next(folder.glob("lib/python*/site-packages")) / "agentrl-1.0.dist-info"
+    site = next(folder.glob("lib/python*/site-packages")) / "agentrl_mongo-1.0.dist-info"
     site.mkdir()
-    (site / "METADATA").write_text("Metadata-Version: 2.1\nName: agentrl\nVersion: 1.0\n", encoding="utf-8")
+    (site / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: agentrl-mongo\nVersion: 1.0\n", encoding="utf-8"
+    )
     origin = {"dir_info": {"editable": True}, "url": other.as_uri()}
     (site / "direct_url.json").write_text(json.dumps(origin), encoding="utf-8")
     done = set_up(clone, folder)

@@ -145,7 +145,7 @@ def test_other_commands_take_the_same_flags() -> None:
 
 def test_an_evaluation_samples_however_it_likes() -> None:
     with pytest.raises(ConfigError, match="nothing to evaluate"):
-        services.evaluate(shlex.split(REFUSED["greedy"][0]))
+        services.evaluate(["--run_name", "x", *shlex.split(REFUSED["greedy"][0])])
 
 
 def loss_facts(*flags: str) -> dict[str, object]:
