@@ -54,4 +54,4 @@ case "$("$scratch/empty/bin/python" -c 'import agentrl; print(agentrl.__file__)'
 esac
 printf 'release: agentrl quickstart --tiny --steps %s, of %s\n' "$steps" "$("$scratch/empty/bin/agentrl" --version)"
 step "$scratch/empty/bin/agentrl" quickstart --tiny --steps "$steps"
-printf 'release: done. To publish: twine upload %s/agentrl_mongo-*\n' "$dist"
+printf 'release: done. To publish: twine upload %q/agentrl_mongo-*\n' "$dist"

@@ -151,4 +151,4 @@ else
     fail "what is installed in $venv cannot be imported"
 fi
 fingerprint > "$venv/.agentrl-$extras"
-printf 'setup: done; activate with: . %s/bin/activate\n' "$venv"
+printf 'setup: done; activate with: . %q\n' "$venv/bin/activate"

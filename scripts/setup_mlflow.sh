@@ -11,4 +11,4 @@ if [ ! -x "$venv/bin/mlflow" ]; then
   step python3 -m venv "$venv"
   step "$venv/bin/pip" install --quiet "mlflow>=3.6,<4"
 fi
-echo "$venv/bin/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///mlflow.db"
+printf '%q server --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///mlflow.db\n' "$venv/bin/mlflow"

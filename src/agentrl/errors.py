@@ -35,6 +35,7 @@ AgentRLError
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -119,6 +120,11 @@ def nearest(name: object, known: Iterable[object]) -> str | None:
 
     found = difflib.get_close_matches(str(name), map(str, known), n=1)
     return f"did you mean {found[0]!r}?" if found else None
+
+
+def quoted(value: object) -> str:
+    """Return a value as one word of a shell command, for a hint that a user pastes."""
+    return shlex.quote(str(value))
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from agentrl.base.atomic_folder import replace_file
-from agentrl.errors import ConfigError, PublishError
+from agentrl.errors import ConfigError, PublishError, quoted
 
 OWNER_FILE = "agentrl-owner.json"
 _CACHE_FILE = "agentrl-cache-owner.json"
@@ -240,7 +240,7 @@ def _share(lock: int, folder: Path) -> None:
             if time.monotonic() > latest:
                 raise ConfigError(
                     f"another process has locked {folder / _CACHE_FILE} for {_LOCK_SECONDS:g} s",
-                    hint=f"end it (fuser {folder / _CACHE_FILE} shows it), or give another folder",
+                    hint=f"end it (fuser {quoted(folder / _CACHE_FILE)} shows it), or give another folder",
                 ) from None
             time.sleep(_POLL_SECONDS)
 

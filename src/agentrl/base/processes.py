@@ -19,10 +19,11 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from agentrl.base.concurrency import Backoff
 from agentrl.errors import AgentRLError, ConfigError, CostLimitError
@@ -388,6 +389,23 @@ def stop_on_signals(at_once: asyncio.Event | None = None) -> asyncio.Event:
     for number in _SIGNALS:
         loop.add_signal_handler(number, received)
     return stop
+
+
+async def cancel_on_sigterm(work: Coroutine[Any, Any, int]) -> int:
+    """Return the exit code of ``work``; SIGTERM cancels it, which lets it clean up, and gives 143."""
+    task, stopped = asyncio.create_task(work), asyncio.Event()
+
+    def stop() -> None:
+        stopped.set()
+        task.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not stopped.is_set():
+            raise
+        return 128 + signal.SIGTERM
 
 
 MAX_RESTARTS = 5

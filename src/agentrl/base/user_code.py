@@ -26,7 +26,7 @@ from pathlib import PurePosixPath
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
-from agentrl.errors import ConfigError, FailureError
+from agentrl.errors import ConfigError, FailureError, quoted
 
 T = TypeVar("T")
 
@@ -119,7 +119,8 @@ def require_allowed(name: str, what: str = "function") -> None:
     if name.startswith("//"):
         means, flag = "is on a server that this process may not reach", f"--allowed_hosts {name[2:]}"
     elif name.startswith(("/", "./")):
-        means, flag = "is a file or folder that this process may not read", f"--allowed_folders {name}"
+        means = "is a file or folder that this process may not read"
+        flag = f"--allowed_folders {quoted(name)}"
     elif name.endswith(")") and not name.endswith("()"):
         means, flag = "is called with arguments that nobody allowed", ""
     else:
@@ -142,7 +143,7 @@ def flags_allowing(names: Iterable[str]) -> str:
             flags.setdefault("--allowed_folders", set()).add(name)
         else:
             flags.setdefault("--allowed_modules", set()).add(name.partition(":")[0].partition("(")[0])
-    return " ".join(f"{flag} {','.join(sorted(values))}" for flag, values in sorted(flags.items()))
+    return " ".join(f"{flag} {quoted(','.join(sorted(values)))}" for flag, values in sorted(flags.items()))
 
 
 def _above(name: str) -> Iterable[str]:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
@@ -375,6 +375,10 @@ class Budget:
             f"the next prompt has {prompt_tokens:,} tokens, and the context of {self.context_length:,} tokens"
             f" (of the model, or a micro-batch of --max_tokens) allows {limit}"
         )
+
+
+CONTEXT_LIMITS: Final = frozenset({"max_prompt_tokens", "max_new_tokens"})
+"""The flags of which ``context_problem`` speaks."""
 
 
 def context_problem(agent: AgentConfig, sampling: SamplingConfig, context_length: int | None) -> str | None:

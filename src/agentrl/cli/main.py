@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import agentrl
 from agentrl.base.installation import missing as missing_package
 from agentrl.config.commands import COMMANDS, function_of
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, nearest
 
 _PIPE_CLOSED = 128 + 13
 """The exit code of a program that SIGPIPE ends."""
@@ -59,7 +59,9 @@ def _main(argv: Sequence[str] | None) -> int:
         return 0
     name = words[0]
     if name not in COMMANDS:
-        print(f"agentrl: error: unknown command {name!r}\n{_usage()}", file=sys.stderr)
+        near = nearest(name, COMMANDS)
+        hint = f"\n  → {near}" if near else ""
+        print(f"{_usage()}\nagentrl: error: unknown command {name!r}{hint}", file=sys.stderr)
         return 2
     return run(lambda: function_of(name)(words[1:]), f"agentrl {name}")
 

@@ -190,10 +190,10 @@ def train(argv: list[str]) -> int:
         validate=check_training_flags,
     )  # fmt: skip
     from agentrl.observe.logging import setup
-    from agentrl.weights.folder import base_folder
+    from agentrl.weights.folder import base_folder, require_weights
 
     setup(configs[RunConfig], "train")
-    base_folder(configs[ModelConfig])
+    require_weights(base_folder(configs[ModelConfig]))
     from agentrl.train.start import Part, run_trainer
 
     run_trainer(Part(configs=configs))
@@ -223,11 +223,15 @@ def sft(argv: list[str]) -> int:
 def check_training_flags(configs: Configs) -> None:
     """Raise ConfigError for flags with which nothing could be trained, and for those that change nothing."""
     from agentrl.base.registry import import_modules
+    from agentrl.documents.training import require_choice
     from agentrl.losses.settings import check_loss
+    from agentrl.observe.trackers import require_trackers
 
     import_modules(configs[TaskConfig].imported_modules)
     require_trainable(configs)
     check_loss(configs)
+    require_trackers(configs[TrainConfig].report_to)
+    require_choice(configs[TrainConfig].resume_from_checkpoint)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -282,13 +282,18 @@ class CheckedTasks:
             decides += json.dumps([task.environment, task.meta], sort_keys=True)
         self.exact.append(_hash(task.query + decides))
         self.near.append(_hash(normalized_text(task.query) + decides))
-        self.characters.append(len(task.query) + sum(len(str(item.get("content"))) for item in task.messages))
+        self.characters.append(len(_said(task)))
         self.images += len(task.images)
         place = len(self.exact) - 1
         if (where := leaked_in(task)) is not None:
             self.leaks[place] = where
         if self.overlaps is not None:
             (self.overlaps.add if self.is_held_out else self.overlaps.look)(place, task.query)
+
+
+def _said(task: Task) -> str:
+    """Return what a task says before the model does: its few-shot messages and its question."""
+    return "".join([*(str(item.get("content") or "") for item in task.messages), task.query])
 
 
 RUN_WORDS: Final = 8
@@ -356,14 +361,14 @@ def report(
 ) -> dict[str, Any]:
     """Return what ``agentrl tasks check`` says about one source, as JSON values.
 
-    ``count_tokens`` returns the number of tokens of each text; it gets at most 10,000 questions.
+    ``count_tokens`` returns the number of tokens of each text; it gets those of at most 10,000 tasks.
     """
     result, tasks = checked.result, checked.result.tasks
     total = len(tasks) + len(result.skipped)
     sizes = {"characters": _sizes(checked.characters, range(len(tasks)), tasks)}
     if count_tokens is not None:
         chosen = range(0, len(tasks), max(1, -(-len(tasks) // _COUNTED)))
-        counts = count_tokens([tasks[index].query for index in chosen])
+        counts = count_tokens([_said(tasks[index]) for index in chosen])
         sizes["tokens"] = {"tasks": len(chosen), **_sizes(counts, chosen, tasks)}
     return {
         "source": source,

@@ -39,7 +39,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "sft": ("agentrl.cli.services:sft", "supervised fine-tuning on conversations"),
     "dashboard": (
         "agentrl.screens.screens_cli:dashboard",
-        "web pages about the runs of a server; reads only",
+        "web pages about the runs of a server, with forms that label and manage them",
     ),
     "status": ("agentrl.screens.screens_cli:status", "what runs now: the runs of a server, or one run, live"),
     "audit": ("agentrl.screens.screens_cli:audit", "look at a run: its state, a trajectory, its curve"),

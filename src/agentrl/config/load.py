@@ -9,19 +9,20 @@ import itertools
 import json
 import logging
 import math
+import re
 import shutil
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from agentrl.base.validation import SettingsFile, read_settings
 from agentrl.config.commands import examples_text
 from agentrl.config.flags import Switch, add_flag, end_if_collected
 from agentrl.config.sampling import SamplingConfig, TaskConfig
 from agentrl.config.schema import GROUPS, RunConfig, sections
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
@@ -254,8 +255,8 @@ def _group(group: type[T], values: Mapping[str, Any]) -> T:
 def _unknown(
     what: str, name: str, known: Sequence[str], file: SettingsFile | None = None, *place: Any
 ) -> ConfigError:
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]}?" if nearest else "see --help for the known ones"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else "see --help for the known ones"
     text = f"unknown {what} {name}"
     return ConfigError(text, hint=hint) if file is None else file.error(text, *place, hint=hint)
 
@@ -268,6 +269,9 @@ def leading_words(argv: Sequence[str], most: int) -> list[str]:
 def group_of(group: type[T], arguments: argparse.Namespace) -> T:
     """Return a dataclass of flags with those that ``arguments`` has. Raises ConfigError for a wrong value."""
     return _group(group, vars(arguments))
+
+
+_INVALID_CHOICE: Final = re.compile(r"invalid choice: '(.+)' \(choose from (.+)\)")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -305,7 +309,9 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError; argparse would end the process."""
         words = [word for word in self.prog.split() if word.islower()]  # agentrl whatif RUN [NEW]
-        raise ConfigError(message, hint=f"see: {' '.join(words)} --help")
+        found = _INVALID_CHOICE.search(message)
+        near = found and nearest(found[1], re.findall(r"[^\s',]+", found[2]))
+        raise ConfigError(message, hint=near or f"see: {' '.join(words)} --help")
 
     def _all_parsers(self) -> list[argparse.ArgumentParser]:
         nested = [

@@ -231,7 +231,8 @@ class EngineConfig(EngineListConfig, DeviceConfig):
     engine_url: str | None = flag(
         None,
         "URL of a running engine: `agentrl serve` loads its run's adapters there and starts no engine, and"
-        " `agentrl try` sends its calls there (default: an engine of its own; a live one of the run)",
+        " `agentrl try` sends its calls there (default: an engine of its own; for `agentrl try`, a live one"
+        " of the run first)",
         per_process=True,
     )
     rollout_quantization: Literal["none", "fp8"] = flag(

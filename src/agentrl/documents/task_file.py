@@ -38,7 +38,7 @@ from agentrl.documents.task_json import (
     read_images,
 )
 from agentrl.documents.task_presets import TaskRows, asked_schema, column_of
-from agentrl.errors import TaskFileError
+from agentrl.errors import TaskFileError, quoted
 
 _GZIP = b"\x1f\x8b"
 _PACKED = {b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zX": "xz", b"BZh": "bzip2", b"PK\x03\x04": "zip"}
@@ -209,7 +209,7 @@ class TaskSource:
             mark = "" if has_mark else ", without a byte order mark"
             raise TaskFileError(
                 f"the task file {self.path} is not UTF-8: it is {encoding.upper()}{mark}",
-                hint=f"convert it: iconv -f {encoding.upper()} -t UTF-8 {self.path} > FILE.jsonl",
+                hint=f"convert it: iconv -f {encoding.upper()} -t UTF-8 {quoted(self.path)} > FILE.jsonl",
             )
         return len(codecs.BOM_UTF8) if encoding == "utf-8-sig" else 0
 

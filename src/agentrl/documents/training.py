@@ -60,6 +60,15 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / STATE).is_file()
 
 
+def require_choice(choice: str | None) -> None:
+    """Raise ConfigError for a ``--resume_from_checkpoint`` that is a folder without a checkpoint."""
+    if choice not in (None, "none", "auto") and not is_checkpoint(Path(choice)):
+        raise ConfigError(
+            f"--resume_from_checkpoint {choice} is not a checkpoint: it has no {STATE}",
+            hint="give 'auto', 'none' or a folder checkpoint-…",
+        )
+
+
 def state_files(root: Path, *, undone: bool = False) -> Iterator[Path]:
     """Yield the ``state.json`` of each ``read_checkpoints``."""
     return root.glob(f"{'*' if undone else ''}checkpoint-*/{STATE}")

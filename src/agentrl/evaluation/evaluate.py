@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.base.concurrency import background
@@ -16,6 +17,7 @@ from agentrl.base.processes import STOPPED, stop_on_signals
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
+    EngineConfig,
     EvaluationConfig,
     GroupConfig,
     ModelConfig,
@@ -35,10 +37,12 @@ from agentrl.evaluation.policy import (
     find_model,
     find_version,
     of_published,
+    require_model,
     shared_versions,
     wait_for_shared,
 )
 from agentrl.evaluation.report import evaluated_tasks, render, results_of
+from agentrl.inference.engines.commands import require_engine
 from agentrl.observe.logging import describe_process_id
 from agentrl.observe.progress import Parts, StoppedError
 from agentrl.observe.terminal import print_json
@@ -48,9 +52,10 @@ from agentrl.rollout.preflight import probe
 from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import allow_configured_imports, open_worker, require_extensions, sampler_config
 from agentrl.scoring.evaluation import Prices
-from agentrl.store.client import Store, open_store
+from agentrl.store.client import Store, open_existing, open_store
 from agentrl.store.evaluations import content_digest, digest
 from agentrl.store.mechanics.retry import log_store_errors, retry_outages
+from agentrl.weights.folder import require_folder
 
 if TYPE_CHECKING:
     import logging
@@ -286,9 +291,17 @@ async def evaluate(configs: Configs, *, as_json: bool = False) -> int:
 
 
 async def _evaluate(configs: Configs, progress: Parts, as_json: bool) -> None:
-    # Read it before the run is made: a file that cannot be read makes none.
+    # Check before the run is made: a start that is refused makes none.
     read = await progress.until("reading the tasks", read_file(configs, _UNREAD_SPLIT))
-    store = await progress.until("connecting to the database", open_store(configs[RunConfig]))
+    flags, base = configs[EvaluationConfig], configs[ModelConfig].model_name_or_path
+    require_folder(configs[ModelConfig])
+    if flags.eval_model is not None:
+        require_model(Path(flags.eval_model))
+    if flags.eval_engine == "own":
+        require_engine(configs[EngineConfig].engine)
+    brings_policy = flags.eval_model is not None or (base is not None and not flags.eval_version)
+    opening = open_store if brings_policy or flags.eval_engine == "shared" else open_existing
+    store = await progress.until("connecting to the database", opening(configs[RunConfig]))
     async with store:
         engines = PolicyEngines(store, configs)
         try:

@@ -147,6 +147,12 @@ async def find_model(store: Store, named: str, base: str | None) -> EvaluatedPol
     return EvaluatedPolicy(version=None, folder=str(folder), digest=digest(plain(files)))
 
 
+def require_model(given: Path) -> None:
+    """Raise ModelError unless ``given`` is what ``find_model`` reads; asks no database."""
+    if not is_adapter(given / "model" if is_checkpoint(given) else given):
+        model_of(given)
+
+
 def model_of(folder: Path) -> Path:
     """Return the model folder of ``folder``, which may be a checkpoint. Raises ModelError."""
     if not folder.is_dir():

@@ -430,6 +430,12 @@ class _Server(uvicorn.Server):
         yield
 
 
+def listen(config: GatewayConfig) -> socket.socket:
+    """Return the listening socket of a gateway. Raises ConfigError if the address is taken."""
+    hint = "choose another --gateway_port, or 0 for a free one"
+    return bind(config.gateway_host, config.gateway_port, "a gateway", hint=hint)
+
+
 class GatewayServer:
     """The server of one process."""
 
@@ -443,10 +449,9 @@ class GatewayServer:
         self._task: asyncio.Task[None] | None = None
         self.url = ""
 
-    async def start(self) -> None:
-        """Listen. Raises ConfigError if the address is taken, AgentRLError if the server does not start."""
-        host, port = self._config.gateway_host, self._config.gateway_port
-        listener = bind(host, port, "a gateway", hint="choose another --gateway_port, or 0 for a free one")
+    async def start(self, listener: socket.socket | None = None) -> None:
+        """Serve on ``listener``, or ``listen``. Raises AgentRLError if the server does not start."""
+        listener, host = listener or listen(self._config), self._config.gateway_host
         bound_port = listener.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
         self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")

@@ -21,6 +21,7 @@ from agentrl.base.bounded_http import is_loopback
 from agentrl.base.concurrency import wait_for_any
 from agentrl.base.processes import stop_on_signals
 from agentrl.base.user_code import allow, is_listed
+from agentrl.chat.chat_format import ChatFormat
 from agentrl.columns.outages import Outages
 from agentrl.columns.pool import Pool, owner_name
 from agentrl.columns.scores import QueuedScores, Scoring
@@ -52,6 +53,7 @@ from agentrl.gateway.app import (
     end_trajectory,
     given_keys,
     json_response,
+    listen,
     read_body,
     require_reward_key,
     token_digest,
@@ -268,15 +270,21 @@ async def serve_gateway(configs: Configs) -> None:
     """Serve until a signal."""
     run = configs[RunConfig]
     require_folder(configs[ModelConfig])
+    if configs[GatewayConfig].gateway_train != "tasks":
+        require_key(configs[GatewayConfig])
+    # Open both before the database: a start that is refused makes no run.
+    is_named = configs[ModelConfig].model_name_or_path is not None
+    chat_format = await open_format(None, configs) if is_named else None
+    listener = listen(configs[GatewayConfig])
     stop = stop_on_signals()
     with retry_outages(run.db_wait_seconds, stop):
-        async with await open_store(run) as store, _answerer(store, configs) as answerer:
+        async with await open_store(run) as store, _answerer(store, configs, chat_format) as answerer:
             conversations = await _conversations(store, configs)
             app = GatewayApp(
                 answerer, configs[GatewayConfig], () if conversations is None else conversations.routes()
             )
             server = GatewayServer(app, configs[GatewayConfig])
-            await server.start()
+            await server.start(listener)
             try:
                 await (stop.wait() if conversations is None else conversations.run(stop))
             finally:
@@ -308,8 +316,10 @@ async def _conversations(store: Store, configs: Configs) -> ProductConversations
 
 
 @asynccontextmanager
-async def _answerer(store: Store, configs: Configs) -> AsyncIterator[Answerer]:
-    chat_format = await open_format(store, configs)
+async def _answerer(
+    store: Store, configs: Configs, chat_format: ChatFormat | None
+) -> AsyncIterator[Answerer]:
+    chat_format = chat_format or await open_format(store, configs)
     folder = await model_folder(store, configs)
     engine = configs[EngineConfig]
     router = open_router(lambda: live_engines(store, engine), configs, chat_format, folder)

@@ -36,7 +36,7 @@ from agentrl.inference.engines.commands import (
 )
 from agentrl.inference.http import EngineHttp
 from agentrl.store.mechanics.retry import log_store_errors, retry_outages
-from agentrl.weights.folder import MERGED, merged_model, verify
+from agentrl.weights.folder import MERGED, merged_model, require_weights, verify
 from agentrl.weights.local_copy import LocalCopy, chain_to, weights_dir
 
 if TYPE_CHECKING:
@@ -758,6 +758,7 @@ async def serve(configs: Configs) -> None:
         # A bad folder or engine begins no run. A run that has begun may have weights of its own.
         if is_own and model.model_name_or_path is not None and not await run_exists(run):
             engine_command(model.model_name_or_path, model, config, config.port)
+            require_weights(Path(model.model_name_or_path))
         async with await open_store(run) as store:
             await _serve(store, configs)
 

@@ -41,7 +41,7 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.documents.record import check_label
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, quoted
 from agentrl.lab.flags import BlameConfig, WhatIfConfig, check_flags
 
 if TYPE_CHECKING:
@@ -499,9 +499,11 @@ async def _blame(configs: Configs, a: str, b: str) -> int:
         show(found, blamed, flags, stdout_console())
         run = configs[RunConfig].run_name
         if flags.out is not None:
-            print(f"{flags.out}: {len(blamed)} ids; without them: agentrl whatif {run} --without {flags.out}")
+            without = f"agentrl whatif {run} --without {quoted(flags.out)}"
+            print(f"{flags.out}: {len(blamed)} ids; without them: {without}")
         if flags.csv is not None:
             print(f"{flags.csv}: the effects of {len(found.effects)} trajectories")
         if flags.label is not None:
-            print(f"{len(blamed)} labels: agentrl audit records --run_name {run} --label {flags.label}")
+            label = quoted(flags.label)
+            print(f"{len(blamed)} labels: agentrl audit records --run_name {run} --label {label}")
     return 0

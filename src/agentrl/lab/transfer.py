@@ -46,7 +46,7 @@ from agentrl.documents.model_call import DispatchedSamplingTask, conversation
 from agentrl.documents.record import Record
 from agentrl.documents.run import CHILD_PREFIX, SCHEMA, Maker
 from agentrl.documents.task import task_key
-from agentrl.errors import ConfigError, LeaseLostError, StoreError
+from agentrl.errors import ConfigError, LeaseLostError, StoreError, quoted
 from agentrl.store.mechanics.connection import (
     DATA,
     GATE,
@@ -436,7 +436,7 @@ class Transfer(Repository):
             if found := withdrawn_in(folder, manifest, created):
                 raise StoreError(
                     f"{folder} holds {len(found)} Records or Tasks that were withdrawn from run {name!r}",
-                    hint=f"take them out of it first: agentrl retract {name} --archive {folder}",
+                    hint=f"take them out of it first: agentrl retract {name} --archive {quoted(folder)}",
                 )
 
     async def copy(self, target: AsyncDatabase[Json]) -> None:

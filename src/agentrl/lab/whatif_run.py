@@ -48,7 +48,7 @@ from agentrl.documents.training import (
     TrainStep,
     readable_checkpoints,
 )
-from agentrl.errors import ConfigError, TrainingError
+from agentrl.errors import ConfigError, TrainingError, quoted
 from agentrl.lab.flags import WhatIfConfig, changes, child_configs, parent_configs
 from agentrl.lab.rescore import SCORER, Regrouping, regrouping_of
 from agentrl.losses.settings import LossSettings, check_loss
@@ -507,7 +507,7 @@ async def _trained_steps(source: Store) -> list[TrainStep]:
     """Return the committed steps of a run; ConfigError for a run without one, and for a what-if."""
     parent = await source.ancestry.parent()
     if parent is not None and parent.kind == "whatif":
-        flags = " ".join(f"--{name} {new}" for name, (_, new) in parent.changed.items())
+        flags = " ".join(f"--{name} {quoted(new)}" for name, (_, new) in parent.changed.items())
         raise ConfigError(
             f"run {source.run_name!r} is a what-if itself: its data are those of {parent.run}",
             hint=f"train {parent.run}'s steps again: agentrl whatif {parent.run} {flags}".rstrip(),

@@ -533,7 +533,7 @@ def _check_chat_format(folder: Path, config: ModelConfig, parser: str | None) ->
 
 def check_context(configs: Configs) -> Check:
     """Check that the longest prompt and its continuation fit the context of the model."""
-    from agentrl.calls.prompts import context_problem
+    from agentrl.calls.prompts import CONTEXT_LIMITS, context_problem
     from agentrl.chat.model_folder import model_context_length
 
     name, model = "context", configs[ModelConfig]
@@ -547,6 +547,8 @@ def check_context(configs: Configs) -> Check:
     problem = context_problem(configs[AgentConfig], configs[SamplingConfig], length)
     if problem is None:
         return Check(name, "ok", f"{length} tokens hold --max_prompt_tokens + --max_new_tokens")
+    if not CONTEXT_LIMITS & configs.given:
+        return Check(name, "ok", f"its {length} tokens limit prompts and outputs")
     return Check(name, "warn", problem, "lower --max_prompt_tokens or --max_new_tokens")
 
 

@@ -61,6 +61,7 @@ from agentrl.config.training import VERSION_LOGPROBS
 from agentrl.documents.run import Doing
 from agentrl.documents.status import StepStatus, Work
 from agentrl.documents.task_presets import TaskRows
+from agentrl.documents.training import require_choice
 from agentrl.errors import (
     AgentRLError,
     ConfigError,
@@ -70,19 +71,21 @@ from agentrl.errors import (
     RunMissingError,
     StoreUnavailableError,
     nearest,
+    quoted,
 )
-from agentrl.inference.engines.commands import SHARED_MEMORY
+from agentrl.inference.engines.commands import SHARED_MEMORY, require_engine
 from agentrl.local.mongod import EmbeddedMongo
 from agentrl.local.placement import GIB, Numbers, Placement, place_processes, ranges
 from agentrl.losses.settings import LossSettings, check_loss
 from agentrl.observe.begin_run import check_run
 from agentrl.observe.progress import seconds_of
+from agentrl.observe.trackers import require_trackers
 from agentrl.rollout.load_tasks import is_address, read_task_source
 from agentrl.rollout.setup import require_extensions
 from agentrl.store.client import Store, open_existing
 from agentrl.tools.config import McpSpec, load_servers
 from agentrl.train.lease import require_no_trainer
-from agentrl.weights.folder import require_folder, stored_bytes
+from agentrl.weights.folder import require_config, require_folder, require_weights, stored_bytes
 
 _ACCELERATE_SIZES = ("dp_replicate_size", "tp_size", "cp_size")
 
@@ -325,8 +328,8 @@ class MemoryCheck:
             return
         raise StepTooLargeError(
             f"the trainer does not fit GPU {ranges(placement.trainer)}: {reasons[0]}",
-            hint=f"agentrl plan --model {self.model} {' '.join(cluster)} --context {self._context()} lists"
-            f" layouts that fit; or more GPUs by --train_gpus; {_OVERRIDE}",
+            hint=f"agentrl plan --model {quoted(self.model)} {' '.join(cluster)} --context"
+            f" {self._context()} lists layouts that fit; or more GPUs by --train_gpus; {_OVERRIDE}",
         )
 
     def _workload(self) -> list[str]:
@@ -401,7 +404,8 @@ def prepare(command: str, flags: Sequence[str], configs: Configs, variables: Map
     flags = fit(configs, flags, placement, accelerate.machines, report, is_training=is_training)
     if not has_database:
         mongo.up()
-        report(f"MongoDB started (data in {run.mongo_dir}); stop it with: agentrl mongo down")
+        stop = f"agentrl mongo down --mongo_dir {quoted(run.mongo_dir)}"
+        report(f"MongoDB started (data in {run.mongo_dir}); stop it with: {stop}")
         asyncio.run(require_joinable(configs, roles, agreed))
 
     return RunPlan(
@@ -461,15 +465,25 @@ def _main_command(
 def require_usable(configs: Configs, roles: Collection[str]) -> AgreedSettings:
     """Check what needs no database, and return the settings that the processes of ``roles`` agree on.
 
-    Raises ModelError for a folder without a model, and ConfigError for an unknown extension or loss.
+    Raises ModelError for a folder without a model, and ConfigError for an unknown extension or loss, and for
+    an engine or a tracker that is not installed.
     """
     if set(roles) - {"serve"}:  # an engine serves a folder without a tokenizer
         require_folder(configs[ModelConfig])
+    if "serve" in roles:
+        require_engine(configs[EngineConfig].engine)
+    model = configs[ModelConfig].model_name_or_path
+    if model is not None and not {"serve", "train"}.isdisjoint(roles):
+        require_config(Path(model), "--model_name_or_path")
+        require_weights(Path(model))
     agreed: AgreedSettings = {}
-    if "sample" in roles:
+    if not {"sample", "eval"}.isdisjoint(roles):
         require_extensions(configs)
+    if "sample" in roles:
         agreed |= sampler_settings(configs)
     if "train" in roles:
+        require_trackers(configs[TrainConfig].report_to)
+        require_choice(configs[TrainConfig].resume_from_checkpoint)
         agreed |= trainer_settings(configs, LossSettings.of_run(configs))
     return agreed
 

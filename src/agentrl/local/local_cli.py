@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.base.installation import require
-from agentrl.base.processes import StoppedBySignalError, raise_on_signals
+from agentrl.base.processes import StoppedBySignalError, cancel_on_sigterm, raise_on_signals
 from agentrl.config.flags import flag_words
 from agentrl.config.load import CommandParser, Configs, group_of, leading_words, parse
 from agentrl.config.run import URI_VARIABLES, QuickstartFlags
@@ -40,7 +40,7 @@ from agentrl.config.schema import (
     flag,
 )
 from agentrl.config.training import PlanConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, quoted
 
 if TYPE_CHECKING:
     from agentrl.local.mongod import EmbeddedMongo, EmbeddedStatus
@@ -205,7 +205,7 @@ def _description(server: EmbeddedMongo, status: EmbeddedStatus) -> str:
     notice = end_of_life_notice(status.version, date.today()) if status.version else None
     if notice:
         lines += [notice, "  → a newer mongod: docs/databases.md"]
-    lines.append(f"for Compass, with the password: agentrl mongo uri --mongo_dir {server.directory}")
+    lines.append(f"for Compass, with the password: agentrl mongo uri --mongo_dir {quoted(server.directory)}")
     return "\n".join(lines)
 
 
@@ -300,7 +300,8 @@ def try_one(argv: list[str]) -> int:
         command="agentrl try TASK",
         description="Runs one trajectory of TASK and prints it; nothing is kept. TASK is a JSON object, the"
         " id of a task of the run, or a task file or folder. The trial has a database of its own on the"
-        " server of the run, which is dropped at the end.",
+        " server of the run, which is dropped at the end. Without --engine_url and a live engine of the run,"
+        " the local engine serves --model_name_or_path for the trial.",
         shown=[
             RunConfig,
             ModelConfig,
@@ -324,7 +325,8 @@ def try_one(argv: list[str]) -> int:
 
     flags = configs[TryConfig]
     if flags.oracle:
-        return asyncio.run(run_solutions(configs, wanted[0], line=flags.line))
+        return asyncio.run(cancel_on_sigterm(run_solutions(configs, wanted[0], line=flags.line)))
     with tracing(configs, "try"):
         url = configs[EngineConfig].engine_url
-        return asyncio.run(try_task(configs, wanted[0], line=flags.line, engine_url=url, prompt=flags.prompt))
+        trial = try_task(configs, wanted[0], line=flags.line, engine_url=url, prompt=flags.prompt)
+        return asyncio.run(cancel_on_sigterm(trial))

@@ -287,14 +287,25 @@ async def _engine(
 ) -> AsyncIterator[EngineClient]:
     """Yield a client of the engine at ``--url``, or of one that is started for the block."""
     from agentrl.inference.engines.clients import engine_client
-    from agentrl.inference.engines.commands import EngineProcess, engine_command, free_port
 
     if url:
         async with engine_client(config.engine, url, _GENERATE_SECONDS, experts=experts) as client:
             yield client
         return
+    async with started_engine(model, config, experts) as client:
+        yield client
+
+
+@asynccontextmanager
+async def started_engine(
+    model: ModelConfig, config: EngineConfig, experts: ExpertShape | None = None
+) -> AsyncIterator[EngineClient]:
+    """Start the engine ``config.engine`` for the block, and yield its client. Call it in the main thread."""
+    from agentrl.inference.engines.clients import engine_client
+    from agentrl.inference.engines.commands import EngineProcess, engine_command, free_port
+
     port = free_port(config.host)
-    with tempfile.TemporaryDirectory(prefix="agentrl-parity-") as folder:
+    with tempfile.TemporaryDirectory(prefix="agentrl-engine-") as folder:
         command = engine_command(str(model.model_name_or_path), model, config, port)
         process = EngineProcess(command, Path(folder) / "engine.log")
         try:

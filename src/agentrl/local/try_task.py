@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.concurrency import end_tasks
+from agentrl.base.processes import owned_name
 from agentrl.base.registry import import_modules
 from agentrl.chat.chat_format import unseen_problem
 from agentrl.config.load import Configs
@@ -33,10 +34,20 @@ from agentrl.documents.task_file import HUB, TaskSource, kind_of_name
 from agentrl.documents.task_json import BadTaskError, image_sources, make_task, parse, read_images
 from agentrl.documents.task_presets import TaskRows
 from agentrl.environments.environment import open_environment, use_containers
-from agentrl.errors import ConfigError, FailureError, LeaseLostError, StoreError, TaskFileError
+from agentrl.errors import (
+    ConfigError,
+    FailureError,
+    LeaseLostError,
+    RunMissingError,
+    StoreError,
+    StoreUnavailableError,
+    TaskFileError,
+    quoted,
+)
 from agentrl.inference.engine import Generation, Held
 from agentrl.llm.agent_config import load_judge
 from agentrl.local.mongod import EmbeddedMongo
+from agentrl.local.parity import started_engine
 from agentrl.observe.terminal import clean, stdout_console
 from agentrl.rollout.load_tasks import is_address, open_source
 from agentrl.rollout.preflight import TaskNames
@@ -49,6 +60,7 @@ from agentrl.screens.trajectory_page import render_trajectory
 from agentrl.screens.views.read import Views, WholeTrajectory
 from agentrl.store.client import Store, open_existing, scratch_store
 from agentrl.tools.tool import Schema
+from agentrl.weights.folder import require_folder
 from agentrl.worlds.harbor.oracle import check_solutions
 from agentrl.worlds.harbor.source import is_harbor
 
@@ -106,6 +118,8 @@ async def try_task(
     ``wanted`` is a JSON object, the id of a task of the run, or a task file. Raises ConfigError and
     TaskFileError for tasks that cannot be tried. The trial has a database of its own, which is dropped at the
     end; if no server is named, the embedded one is started and left running. Raises StoreError without one.
+    If no engine is named and the run has no live one, the local engine serves the model for the trial; raises
+    ConfigError if no model is named either.
     """
     use_containers(configs[ContainerConfig])
     async with AsyncExitStack() as stack:
@@ -115,6 +129,8 @@ async def try_task(
         rows = TaskRows.parse(flags.task_preset, flags.task_fields)
         task, images = await _task(wanted, line, run, rows)
         _require_usable(configs, task)
+        if engine_url is None and not prompt and not await _engines(configs, run, None):
+            engine_url = await _own_engine(stack, configs, run)
         configs = _trial_configs(configs, await model_folder(run, configs))
         await asyncio.to_thread(_start_server, configs[RunConfig])
         store = await stack.enter_async_context(scratch_store(configs[RunConfig], _PREFIX))
@@ -161,18 +177,57 @@ def _start_server(run: RunConfig) -> None:
     """Start the embedded server, unless it runs or ``run`` names another."""
     if run.db_connection_string is None and not EmbeddedMongo(run.mongo_dir).status().running:
         EmbeddedMongo(run.mongo_dir).up()
-        print(f"MongoDB started (data in {run.mongo_dir}); stop it with: agentrl mongo down", file=sys.stderr)
+        stop = f"agentrl mongo down --mongo_dir {quoted(run.mongo_dir)}"
+        print(f"MongoDB started (data in {run.mongo_dir}); stop it with: {stop}", file=sys.stderr)
 
 
 async def _run(stack: AsyncExitStack, configs: Configs, wanted: str, has_engine: bool) -> Store | None:
     """Open the run's store if the task, the engine or the model comes from it."""
     of_run = not _is_json(wanted) and not _is_source(wanted)
-    if not of_run and has_engine and configs[ModelConfig].model_name_or_path is not None:
+    has_model = configs[ModelConfig].model_name_or_path is not None
+    if not of_run and has_engine and has_model:
         return None
-    run = await stack.enter_async_context(await open_existing(configs[RunConfig]))
+    try:
+        run = await stack.enter_async_context(await open_existing(configs[RunConfig]))
+    except (RunMissingError, StoreUnavailableError) as error:
+        if of_run:
+            raise
+        if has_model:
+            return None  # it may have an engine of its own
+        raise ConfigError(
+            f"no model is named, and no run has one for this trial: {error.message}",
+            hint="give --model_name_or_path FOLDER, and the local engine serves it for the trial; or"
+            " --run_name of a run with a live engine",
+        ) from error
     if of_run:  # names in a database that others write do not decide what is imported here
         await allow_configured_imports(run, configs)
     return run
+
+
+async def _own_engine(stack: AsyncExitStack, configs: Configs, run: Store | None) -> str | None:
+    """Start the local engine with ``--model_name_or_path``, and return its URL; None with a router."""
+    engine, model = configs[EngineConfig], configs[ModelConfig]
+    if engine.router_url is not None:
+        return None
+    folder = model.model_name_or_path
+    why = (
+        "no engine is named" if run is None else f"run {run.run_name!r} has no live engine, and none is named"
+    )
+    if folder is None or engine.engine != "local":
+        missing = (
+            "no model is named" if folder is None else f"a trial does not start --engine {engine.engine}"
+        )
+        raise ConfigError(
+            f"{why}; {missing}",
+            hint="give --engine_url URL of a running engine; or --model_name_or_path FOLDER alone, and the"
+            " local engine serves it for the trial; or start one: agentrl serve --run_name"
+            f" {configs[RunConfig].run_name}",
+        )
+    require_folder(model)
+    print(f"{why}: the local engine starts with {folder}", file=sys.stderr, flush=True)
+    client = await stack.enter_async_context(started_engine(model, engine))
+    await client.set_version(0)
+    return client.url
 
 
 async def _task(
@@ -267,7 +322,9 @@ async def _claim(store: Store, configs: Configs, tried: Task, images: Sequence[I
     await store.images.put(*images)
     await store.tasks.load([task])
     limits = configs[AgentConfig].trajectory_timeout_seconds + configs[SamplingConfig].scorer_timeout_seconds
-    claim = await store.claims.claim(split=task.split, owner=_ID, lease_seconds=limits + _SPARE_SECONDS)
+    claim = await store.claims.claim(
+        split=task.split, owner=owned_name(_ID), lease_seconds=limits + _SPARE_SECONDS
+    )
     if claim is None:
         raise LeaseLostError(f"task {task.id} of this trial was claimed by another process")
     return claim

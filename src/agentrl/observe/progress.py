@@ -57,12 +57,12 @@ class Work:
         return f"{self.title}{f': {count}' if count else ''}, {seconds:.0f} s"
 
     def count(self, of: str) -> str:
-        """Return what is done ``of`` the total; empty if neither is known."""
+        """Return what is done ``of`` the total, if no more is done; empty if neither is known."""
         if self._measure is not None:
             self.done = self._measure()
         if not self.done and self.total is None:
             return ""
-        total = "" if self.total is None else f"{of}{self.total:,.0f}"
+        total = "" if self.total is None or self.done > self.total else f"{of}{self.total:,.0f}"
         return f"{self.done:,.0f}{total}{self.unit}"
 
 

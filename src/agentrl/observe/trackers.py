@@ -11,7 +11,7 @@ stops nothing.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import logging
 import math
 import os
@@ -238,10 +238,33 @@ def _load(module: str, library: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"--report_to {library} needs the library {library}, which is not installed ({error})",
-            hint=f"pip install {library}",
-        ) from error
+        raise _missing(library, str(error)) from error
+
+
+def _missing(library: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"--report_to {library} needs the library {library}, which is not installed ({why})",
+        hint=f"pip install {library}",
+    )
+
+
+_LIBRARIES: Final = {"comet": "comet_ml"} | {
+    name: name for name in ("tensorboard", "wandb", "swanlab", "mlflow", "trackio", "clearml")
+}
+"""Tracker → the library that it needs."""
+
+
+def require_trackers(report_to: str) -> None:
+    """Raise ConfigError for an unknown tracker and for a library that is not installed; open none.
+
+    Call it before anything is started: trackers open once the model is loaded.
+    """
+    for name in names_in(report_to):
+        if name != "none":
+            TRACKERS.get(name)
+        library = _LIBRARIES.get(name)
+        if library is not None and importlib.util.find_spec(library) is None:
+            raise _missing(library, f"no module named {library!r}")
 
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from agentrl.base.concurrency import background, wait_for_any
 from agentrl.base.processes import stop_on_signals
 from agentrl.base.registry import import_modules
 from agentrl.base.user_code import allow, names_outside
-from agentrl.calls.prompts import context_problem
+from agentrl.calls.prompts import CONTEXT_LIMITS, context_problem
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.model_folder import model_context_length, tokenizer_fingerprint
 from agentrl.chat.open_format import open_chat_format
@@ -166,6 +166,7 @@ def require_extensions(configs: Configs) -> None:
     CONTEXT_MANAGERS.get(agent.new_context)
     if agent.tool_call_parser is not None:
         PARSERS.get(agent.tool_call_parser)
+    ToolPool(configs[ToolConfig])  # reads what configures tools, and connects to nothing
     ESTIMATORS.get(configs[GroupConfig].advantage)
 
 
@@ -248,17 +249,19 @@ async def open_worker(
     stop: asyncio.Event | None = None,
     kind: type[Worker] = Worker,
     trains: bool = False,
+    chat_format: ChatFormat | None = None,
 ) -> AsyncIterator[tuple[Worker, EngineRouter]]:
     """Open a worker with its dependencies; ``live`` lists its engines, by default all live ones of the run.
 
     Its agents and its gateway get their engines from what ``wrap`` returns for the router over these. Tool
     servers that are down are left to ``LateServers``. ``stop`` is the event that signals to this process set.
-    ``trains`` is that of ``open_router``. Raises ToolServerConfigError for a server that cannot be used as it
-    is configured.
+    ``trains`` is that of ``open_router``, ``chat_format`` what ``open_format`` returned. Raises
+    ToolServerConfigError for a server that cannot be used as it is configured.
     """
     agent, sampling = configs[AgentConfig], configs[SamplingConfig]
     use_prices(configs[RunConfig].prices)
-    chat_format, folder = await open_format(store, configs), await model_folder(store, configs)
+    chat_format = chat_format or await open_format(store, configs)
+    folder = await model_folder(store, configs)
     params = sampling_params(sampling, chat_format)
     outages = Outages(sampling.outage_wait_seconds)
     live = live or (lambda: live_engines(store, configs[EngineConfig]))
@@ -281,7 +284,8 @@ async def open_worker(
         stack.push_async_callback(gateway.close)
         await router.engines.refresh()
         if (problem := context_problem(agent, sampling, router.engines.context_length)) is not None:
-            logger.warning("%s", problem)
+            # The context itself limits a run whose user has named no limit.
+            logger.log(logging.WARNING if CONTEXT_LIMITS & configs.given else logging.INFO, "%s", problem)
         await tools.open_reachable()
         load_validator()
         worker = kind(
@@ -366,6 +370,9 @@ async def sample(configs: Configs) -> None:
         if tasks.train_file is not None:
             require_groups(groups, tasks.num_generations)
             read = await read_source(tasks.train_file, tasks, split=TRAIN_SPLIT, seed=run.seed)
+        # Open it here, if the flags name the model: a start that is refused makes no run.
+        is_named = configs[ModelConfig].model_name_or_path is not None
+        chat_format = await open_format(None, configs) if is_named else None
         async with await open_store(run) as store:
             await begin_run(store, configs, "sample", sampler_settings(configs))
             await begin_model(store, configs[ModelConfig].model_name_or_path, "sample")
@@ -374,7 +381,10 @@ async def sample(configs: Configs) -> None:
             if sampling.resample_error_records:
                 await store.claims.reopen_failed(TRAIN_SPLIT)
             await allow_configured_imports(store, configs)
-            async with open_worker(store, configs, stop=stop, trains=True) as (worker, router):
+            async with open_worker(store, configs, stop=stop, trains=True, chat_format=chat_format) as (
+                worker,
+                router,
+            ):
                 # Freeze only now: tokenizer, template and tools exist, and later collections leave them out.
                 collect_garbage_less_often()
                 await probe(

@@ -593,7 +593,9 @@ class DashboardFlags:
 def dashboard_parser() -> CommandParser:
     """Return the parser of ``agentrl dashboard``."""
     command = CommandParser(
-        prog="agentrl dashboard", description="Web pages about the runs of a MongoDB server; reads only."
+        prog="agentrl dashboard",
+        description="Web pages about the runs of a MongoDB server. They read, and their forms write"
+        " labels, tags and notes, and rename and delete runs, as far as the database user may.",
     )
     command.add_flags(RunConfig, *DATABASE_FLAGS, "prices")
     command.add_flags(DashboardFlags)

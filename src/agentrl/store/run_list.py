@@ -11,6 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import OperationFailure, PyMongoError
 
+from agentrl.base.processes import has_ended, owner_of
 from agentrl.config.schema import RunConfig
 from agentrl.documents.run import (
     FLAGS,
@@ -234,15 +235,21 @@ class Runs(Repository):
 
     @database_call
     async def holders(self, name: str, alive_seconds: float) -> list[str]:
-        """Return who works on a run of any schema version: its trainer, samplers and live engines."""
+        """Return who works on a run of any schema version: its trainer, samplers and live engines.
+
+        The lease of a process that is known to have ended counts no more.
+        """
         at = await self._connection.server_time()
         database = self._connection.client[name]
         holders = []
         for collection in (LEASE, RUN):
             lease = TrainerLease.from_document(await database[collection].find_one({"_id": TRAINER}) or {})
-            if lease.is_held(at):
+            if lease.is_held(at) and not (lease.process is not None and has_ended(lease.process)):
                 holders.append(f"trainer {lease.owner} on {lease.host}")
-        holders += [f"sampler {owner}" for owner in await live_claims(self._connection.beside(name))]
+        for owner in await live_claims(self._connection.beside(name)):
+            process = owner_of(owner)
+            if process is None or not has_ended(process):
+                holders.append(f"sampler {owner}")
         engines = database[SERVICE].find(_alive(at, alive_seconds), {"url": 1, "host": 1})
         return holders + [f"engine {engine['url']} on {engine['host']}" async for engine in engines]
 

@@ -32,11 +32,11 @@ from agentrl.documents.training import (
     CheckpointState,
     TrainStep,
     checkpoint_folders,
-    is_checkpoint,
     read_checkpoint,
     readable_checkpoints,
+    require_choice,
 )
-from agentrl.errors import ConfigError, ModelError
+from agentrl.errors import ConfigError, ModelError, quoted
 from agentrl.model.load import Policy
 from agentrl.train.controller import Controller
 from agentrl.train.lease import ThreadFence
@@ -185,19 +185,15 @@ def find(
     if choice == "auto":
         newest = next(usable(root, steps, run_name=run_name, discarded=discarded), None)
         return newest and _checked(newest, base)
+    require_choice(choice)
     folder = Path(str(choice))
-    if not is_checkpoint(folder):
-        raise ConfigError(
-            f"--resume_from_checkpoint {folder} is not a checkpoint: it has no {STATE}",
-            hint="give 'auto', 'none' or a folder checkpoint-…",
-        )
     named = read_checkpoint(folder)
     reverted = _reverted(named, run_name, steps)
     if reverted:
         raise ConfigError(
             f"{folder} contains {len(reverted)} reverted steps, such as {reverted[0]}: the run went on from"
             " an earlier checkpoint, and other steps train their data now",
-            hint=f"start another run from its weights: --model_name_or_path {named.model}",
+            hint=f"start another run from its weights: --model_name_or_path {quoted(named.model)}",
         )
     return _checked(named, base)
 
@@ -270,7 +266,7 @@ def _reverted(checkpoint: Checkpoint, run_name: str, steps: Sequence[TrainStep])
     if state.run_name != run_name:
         raise ConfigError(
             f"{folder} is a checkpoint of run {state.run_name!r}, and this run is {run_name!r}",
-            hint=f"give its model as --model_name_or_path {checkpoint.model}, or another --output_dir",
+            hint=f"give its model: --model_name_or_path {quoted(checkpoint.model)}; or another --output_dir",
         )
     status = {step.id: step.status for step in steps}
     unknown = [key for key in state.train_steps if key not in status]

@@ -41,16 +41,18 @@ class KeptFiles:
         return (self.versions + 1) * self.version_bytes + (self.checkpoints + 1) * self.checkpoint_bytes
 
     def __str__(self) -> str:
-        version, checkpoint = (
-            f"{amount(size)} each" if size else "of the adapter"
-            for size in (self.version_bytes, self.checkpoint_bytes)
-        )
+        sizes = self.version_bytes, self.checkpoint_bytes
+        version, checkpoint = (f"{amount(size)} each" if size else "of the adapter" for size in sizes)
         forever = f", and every {self.keep_every}th version forever ({version})" if self.keep_every else ""
-        return (
+        kept = (
             f"the newest {self.versions} published versions ({version}) and"
-            f" {self.checkpoints} checkpoints ({checkpoint}){forever}: {amount(self.bytes)} at most"
-            f"{' without the latter' if self.keep_every else ''}, with one more of each while it is written"
+            f" {self.checkpoints} checkpoints ({checkpoint}){forever}"
         )
+        if not self.bytes:
+            return kept
+        uncounted = ["the latter"] * (self.keep_every > 0) + ["the adapter's"] * (not all(sizes))
+        without = f" without {' and '.join(uncounted)}" if uncounted else ""
+        return f"{kept}: {amount(self.bytes)} at most{without}, with one more of each while it is written"
 
 
 def retention(base: Path, dtype: str, config: TrainConfig, *, is_adapter: bool) -> KeptFiles:

@@ -22,7 +22,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.run import PolicyVersion, TrainerLease
 from agentrl.documents.status import StepStatus
 from agentrl.documents.training import Checkpoint, TrainStep, is_checkpoint, readable_checkpoints
-from agentrl.errors import ConfigError, PublishError
+from agentrl.errors import ConfigError, PublishError, quoted
 from agentrl.weights import storage
 from agentrl.weights.publish import version_folders
 
@@ -113,7 +113,7 @@ class RunFolders:
         kept = f"its folder is {lease.output or 'another one'}"
         if saved is not None:
             kept = f"their last checkpoint is {saved.place}"
-        back = "none" if found is None else found.folder
+        back = "none" if found is None else quoted(found.folder)
         raise ConfigError(
             f"run {self.owner.run!r} has committed {len(undone)} steps that are not here: {kept}, and"
             f" {looked} has {here}",

@@ -57,7 +57,7 @@ from agentrl.train.disk_space import check_output, retention
 from agentrl.train.folders import RunFolders, place_of, run_folders
 from agentrl.train.lease import HeldTrainerLease, hold_lease
 from agentrl.train.loop import Trainer
-from agentrl.train.optimizer import schedule_length
+from agentrl.train.optimizer import parse_optim_args, schedule_length
 from agentrl.train.publishing import DeviceTurns, Progress, Publisher
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import base_folder
@@ -309,8 +309,9 @@ async def _join(
     if these flags contradict those that the run was begun with. Without ``is_agreed`` the flags are not
     compared: those of the last part are the run's.
     """
-    # Check the folder before the database is opened: a start that must fail begins no run.
+    # Check what needs no database before it is opened: a start that must fail begins no run.
     base_folder(configs[ModelConfig])
+    parse_optim_args(configs[OptimConfig].optim_args)
     loss = LossSettings.of_run(configs)
     if loss.importance_correction != configs[LossConfig].importance_correction:
         logger.info(

@@ -201,6 +201,18 @@ def require_folder(config: ModelConfig) -> None:
         base_folder(config)
 
 
+def require_weights(folder: Path) -> None:
+    """Raise ModelError unless the weights of ``folder`` are there; of safetensors read the headers alone."""
+    hint = "download the model again: hf download NAME --local-dir FOLDER"
+    files = weight_files(folder)
+    missing = [file.name for file in files if not file.is_file()] if files else ["model.safetensors"]
+    if missing:
+        raise ModelError(f"{folder} has no weights: {', '.join(missing[:5])} is not there", hint=hint)
+    for file in files:
+        if file.suffix == ".safetensors":
+            read_header(file)
+
+
 def architecture(folder: Path) -> dict[str, Any]:
     """Return the keys of config.json that decide whether weights fit: type, sizes, tied embeddings."""
     content = read_config(folder)

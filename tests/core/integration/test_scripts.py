@@ -158,7 +158,7 @@ def test_a_script_works_in_the_folder_in_which_it_is_started(
 def test_a_sampler_that_cannot_run_ends_the_script_with_its_reason(
     root: Path, tmp_path: Path, start: Callable[..., Script], run_config: RunConfig
 ) -> None:
-    (tmp_path / "servers.yml").write_text("servers: {search: {cmd: python}}", encoding="utf-8")
+    (tmp_path / "servers.yml").write_text("servers: {search: {command: /nowhere/search}}", encoding="utf-8")
     script = start(
         "minirl.sh", run_config.run_name, *SMALL, MODEL_PATH=str(write_tiny_policy(tmp_path / "model")),
         TRAIN_FILE=write_tasks(tmp_path / "tasks.jsonl"), MCP_SERVERS_FILE=str(tmp_path / "servers.yml"),
@@ -166,7 +166,7 @@ def test_a_sampler_that_cannot_run_ends_the_script_with_its_reason(
     )  # fmt: skip
     assert script.wait(90) == 2
     assert "sampler-0 cannot run" in script.output
-    assert "servers.search needs either 'command' or 'url'" in script.output
+    assert "/nowhere/search" in script.output
     assert processes_in(root) == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -24,6 +25,7 @@ from agentrl.documents.status import Work
 from agentrl.documents.training import TrainStep
 from agentrl.local import launch
 from agentrl.local.launch import RunPlan, trainer_ending
+from agentrl.observe import trackers
 from agentrl.store.client import Store, open_store, run_exists
 
 pytestmark = pytest.mark.integration
@@ -157,6 +159,13 @@ def test_other_settings_than_those_of_the_run_start_nothing(
     assert list(in_run(run_config, lambda store: store.settings.all())) == ["loss", "tasks"]
 
 
+def without_weights(tmp_path: Path) -> Path:
+    """Return a copy of the model's folder that has lost its weights."""
+    folder = tmp_path / "empty"
+    shutil.copytree(tmp_path / "model", folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("command", "words", "message"),
     [
@@ -167,13 +176,44 @@ def test_other_settings_than_those_of_the_run_start_nothing(
         (["train"], ["--model_name_or_path", "/nowhere"], "/nowhere is not a folder"),
         (["serve"], ["--model_name_or_path", "/nowhere"], "/nowhere is not a model folder"),
         (["gateway"], ["--model_name_or_path", "/nowhere"], "/nowhere is not a folder"),
+        (["launch", "train"], ["--engine", "sglang"], "sglang is not installed"),
+        (["launch", "train"], ["--report_to", "wandb"], "pip install no_such_library"),
+        (["launch", "train"], ["--tools", "nowhere:tool"], "'nowhere:tool' cannot be imported"),
+        (["launch", "train"], ["--model_name_or_path", "EMPTY"], "has no weights"),
+        (["sample"], ["--tools", "nowhere:tool"], "'nowhere:tool' cannot be imported"),
+        (["sample"], ["--mcp_servers_file", "/nowhere.yml"], "/nowhere.yml"),
+        (["sample"], ["--chat_template", "/nowhere.jinja"], "/nowhere.jinja"),
+        (["train"], ["--report_to", "wandb"], "pip install no_such_library"),
+        (["train"], ["--model_name_or_path", "EMPTY"], "has no weights"),
+        (["launch", "train"], ["--resume_from_checkpoint", "/nowhere"], "/nowhere is not a checkpoint"),
+        (["train"], ["--resume_from_checkpoint", "/nowhere"], "/nowhere is not a checkpoint"),
+        (["train"], ["--optim_args", "beta3=1"], "beta3"),
+        (["serve"], ["--engine", "sglang"], "sglang is not installed"),
+        (["serve"], ["--model_name_or_path", "EMPTY"], "has no weights"),
+        (["gateway"], ["--chat_template", "/nowhere.jinja"], "/nowhere.jinja"),
+        (["gateway"], ["--gateway_host", "0.0.0.0", "--gateway_train", "feedback"], "--gateway_key_env"),
+        (["gateway"], ["--gateway_port", "TAKEN"], "--gateway_port"),
+        (["eval"], ["--eval_file", "TASKS", "--eval_model", "/nowhere"], "/nowhere, which is not a folder"),
+        (["eval"], ["--eval_file", "TASKS", "--eval_version", "3"], "there is no run"),
+        (["eval"], ["--eval_file", "TASKS", "--eval_engine", "own", "--engine", "sglang"], "sglang is not"),
+        (["eval"], ["--eval_file", "TASKS", "--tools", "nowhere:tool"], "'nowhere:tool' cannot be imported"),
     ],
 )
 def test_a_failed_start_leaves_no_run(
     flags: list[str], started: list[RunPlan], run_config: RunConfig, command: list[str],
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str],
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    assert main([*command, *flags, *words]) == 2
+    monkeypatch.setenv("AGENTRL_SGLANG_VENV", "/nowhere")
+    monkeypatch.setitem(trackers._LIBRARIES, "wandb", "no_such_library")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        named = {
+            "EMPTY": str(without_weights(tmp_path)), "TASKS": str(tmp_path / "tasks.jsonl"),
+            "TAKEN": str(taken.getsockname()[1]),
+        }  # fmt: skip
+        model = [] if "--model_name_or_path" in words else ["--model_name_or_path", str(tmp_path / "model")]
+        code = main([*command, *flags, *model, *(named.get(word, word) for word in words)])
+    assert code == (1 if "there is no run" in message else 2)
     assert message in capsys.readouterr().err
     assert started == []
     assert not asyncio.run(run_exists(run_config))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,12 +24,13 @@ from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import RunConfig
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
-from agentrl.errors import ConfigError, TaskFileError
+from agentrl.errors import ConfigError, ModelError, RunMissingError, TaskFileError
 from agentrl.inference.engines.commands import free_port
 from agentrl.local.local_cli import TryConfig
 from agentrl.local.mongod import EmbeddedMongo
 from agentrl.local.try_task import try_task
 from agentrl.store.client import Store
+from agentrl.store.run_list import Runs
 from agentrl.worlds.harness.agent import RETURN_SECONDS
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
@@ -167,6 +171,70 @@ async def test_an_engine_that_cannot_be_reached_is_the_failure_at_once(
     shown = " ".join(capsys.readouterr().out.split())
     assert "failed engine: " in shown
     assert "cannot be reached: ConnectionRefusedError" in shown
+
+
+async def test_the_local_engine_serves_the_model_where_no_engine_is_named(
+    engine: Served, run_config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs = flags(run_config, "--model_name_or_path", str(engine.folder))
+    assert await try_task(configs, json.dumps(QUESTION), line=None, engine_url=None) == 0
+    out, err = capsys.readouterr()
+    assert f"no engine is named: the local engine starts with {engine.folder}" in err
+    assert "SCORED  score 0.000" in out
+
+
+async def test_what_is_missing_for_an_engine_is_said_at_once(
+    store: Store, run_config: RunConfig, tmp_path: Path
+) -> None:
+    given = json.dumps(QUESTION)
+    with pytest.raises(ConfigError, match="has no live engine, and none is named; no model is named"):
+        await try_task(flags(run_config), given, line=None, engine_url=None)
+    sglang = flags(run_config, "--engine", "sglang", "--model_name_or_path", str(tmp_path))
+    with pytest.raises(ConfigError, match="a trial does not start --engine sglang"):
+        await try_task(sglang, given, line=None, engine_url=None)
+    with pytest.raises(ModelError, match="has no config"):
+        await try_task(
+            flags(run_config, "--model_name_or_path", str(tmp_path)), given, line=None, engine_url=None
+        )
+    nobody = replace(run_config, run_name=f"{run_config.run_name}_none")
+    with pytest.raises(ConfigError, match="no model is named, and no run has one for this trial"):
+        await try_task(flags(nobody), given, line=None, engine_url=None)
+    with pytest.raises(RunMissingError):
+        await try_task(flags(nobody), "a_task", line=None, engine_url=None)
+    names = await store.database.client.list_database_names()
+    assert nobody.run_name not in names
+    assert not [name for name in names if name.startswith("agentrl_try")]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+async def test_a_trial_that_is_stopped_leaves_nothing(
+    engine: Served, store: Store, run_config: RunConfig, tmp_path: Path, number: int, code: int
+) -> None:
+    harness = tmp_path / "harness.yml"
+    harness.write_text("{command: 'sleep 600', isolation: limits}")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "agentrl", "try", json.dumps(QUESTION),
+        *("--db_connection_string", str(run_config.db_connection_string), "--agent_name", "command"),
+        *("--agent_cfg_path", str(harness), "--engine_url", engine.url),
+        *("--model_name_or_path", str(engine.folder)),
+    )  # fmt: skip
+    databases, runs = store.connection.databases, Runs(store.connection)
+    try:
+        async with asyncio.timeout(100):
+            holders: list[str] = []
+            while not holders:
+                assert process.returncode is None
+                await asyncio.sleep(0.2)
+                trials = [name for name in await databases() if name.startswith("agentrl_try")]
+                holders = [each for name in trials for each in await runs.holders(name, 30.0)]
+            assert [holder.startswith("sampler try-") for holder in holders] == [True]
+            process.send_signal(number)
+            assert await process.wait() == code
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert trials[0] not in await databases()
 
 
 @pytest.mark.parametrize("shows_tools", [True, False])

@@ -23,6 +23,7 @@ from agentrl.local.doctor import (
     Check,
     State,
     check_agent_config,
+    check_context,
     check_memory,
     check_mongod,
     check_open_files,
@@ -324,3 +325,10 @@ def test_no_folder_at_all(tmp_path: Path) -> None:
     assert check.state == "fail"
     (skipped,) = model_checks(ModelConfig())
     assert skipped.state == "ok"
+
+
+def test_limits_that_nobody_set_are_no_warning() -> None:
+    by_default = check_context(parsed("--max_model_len", "8192"))
+    assert (by_default.state, by_default.found) == ("ok", "its 8192 tokens limit prompts and outputs")
+    given = check_context(parsed("--max_model_len", "8192", "--max_new_tokens", "8000"))
+    assert given.state == "warn"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -13,27 +14,33 @@ import yaml
 from model_calls import model_call, record
 from waiting import wait_until
 
+from agentrl.config.run import QuickstartFlags
+from agentrl.config.schema import EngineConfig, RunConfig, TrainConfig
 from agentrl.documents.document import now
 from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.status import RecordStatus
 from agentrl.errors import ConfigError, TimeLimitError
 from agentrl.local import quickstart
 from agentrl.local.quickstart import (
-    LINE_SECONDS,
-    LONGEST_MINUTES,
     HeldOut,
-    Pace,
-    Start,
-    StartLines,
+    QuickstartOutcome,
     WorthReading,
     choose_worth_reading,
     dashboard,
     excerpt_lines,
     held_out_lines,
     own_command,
-    shown,
+    run_quickstart,
     wait_for_signal,
     worth_reading_lines,
+)
+from agentrl.local.quickstart_progress import (
+    LINE_SECONDS,
+    LONGEST_MINUTES,
+    Pace,
+    Start,
+    StartLines,
+    shown,
 )
 from agentrl.screens.views.pipelines import TrajectoryRow
 from agentrl.screens.views.read import WholeTrajectory
@@ -353,3 +360,42 @@ def test_the_command_is_a_name_on_the_path_and_else_a_path(
     monkeypatch.chdir(folder.parent / "bin")
     monkeypatch.setenv("PATH", str(folder))
     assert own_command() == "agentrl"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "line"),
+    [
+        ([0.25], "reward 0.250 in 1 step"),
+        ([0.0, 0.5], "reward 0.000 -> 0.500 over 2 steps"),
+        ([0.0, 0.25, 0.5], "reward 0.000 -> 0.500 over 3 steps"),
+        ([0.0, 0.2, 0.4, 0.6, 0.8], "reward 0.100 -> 0.700 over 5 steps"),
+        ([0.0, 0.0, 0.3, 0.5, 1.0, 1.0, 1.0], "reward 0.100 -> 1.000 over 7 steps"),
+    ],
+)
+def test_no_step_is_both_at_the_beginning_and_at_the_end(rewards: list[float], line: str) -> None:
+    outcome = QuickstartOutcome(
+        rewards=rewards, seconds=1.0, tokens=1.0, call_tokens=1.0, sampled=1, abandoned=0, worth_reading=[],
+        plot=Path("curve.png"),
+    )  # fmt: skip
+    assert outcome.reward == line
+
+
+def test_a_second_quickstart_in_a_folder_says_at_once_who_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(quickstart, "_run", lambda run, *_: started.append(run.name) or second())
+
+    def second() -> int:
+        code = "import sys; from agentrl.cli.main import main; sys.exit(main(['quickstart', '--tiny']))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 1, done.stderr
+        assert f"runs in this folder already: process {os.getpid()}, run mine" in done.stderr
+        assert f"kill {os.getpid()}" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.stdout == ""
+        return 0
+
+    flags = QuickstartFlags(run_name="mine", tiny=True)
+    for _ in range(2):  # the folder is free again after the first
+        assert run_quickstart(flags, RunConfig(), TrainConfig(), EngineConfig()) == 0
+    assert started == ["mine", "mine"]
+    assert {path.name for path in quickstart.STATE_DIR.iterdir()} == {"mine", "holder"}

@@ -160,6 +160,14 @@ def engine_python(name: str) -> str:
     raise ConfigError(f"{name} is not installed: there is no {python}", hint=install_hint(name))
 
 
+def require_engine(name: str) -> None:
+    """Raise ConfigError, which says how to install it, unless the engine ``name`` is installed."""
+    if name == "local":
+        require("torch", "--engine local")
+    else:
+        engine_python(name)
+
+
 def install_hint(name: str) -> str:
     """Return the hint that says how to install an engine."""
     make = f"bash scripts/setup_{name}.sh"

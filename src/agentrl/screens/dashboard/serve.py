@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentrl.base.bounded_http import OwnHosts, bind, serve_until_signal
 from agentrl.base.concurrency import background
 from agentrl.config.schema import RunConfig
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError, ConfigError, quoted
 from agentrl.screens.dashboard import render, stores
 from agentrl.screens.dashboard.pages import all_routes
 from agentrl.screens.dashboard.query import HANDLERS
@@ -242,12 +242,13 @@ def _token(file: Path | None) -> str:
         ) from error
     if is_public:
         raise ConfigError(
-            f"--token_file {file} can be read by every user of this machine", hint=f"chmod 600 {file}"
+            f"--token_file {file} can be read by every user of this machine",
+            hint=f"chmod 600 {quoted(file)}",
         )
     if len(token) < _MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
             f"the token in {file} has {len(token)} characters, or some that are not ASCII",
-            hint=f"use at least {_MIN_TOKEN}: (umask 077; openssl rand -hex 32 > {file})",
+            hint=f"use at least {_MIN_TOKEN}: (umask 077; openssl rand -hex 32 > {quoted(file)})",
         )
     return token
 

@@ -228,7 +228,7 @@ def require_image(image: str, where: str, build: str | None = None) -> None:
     problem = _problem(where, *words, seconds=_PULL_SECONDS)
     if problem is not None:
         what = f"the image {image!r} cannot be pulled" if build is None else f"{build} cannot be built"
-        raise ConfigError(f"{where}: {what}: {problem}", hint=f"try `docker {' '.join(words)}`")
+        raise ConfigError(f"{where}: {what}: {problem}", hint=f"try `docker {shlex.join(words)}`")
 
 
 def _problem(where: str, *words: str, seconds: float = _CONTROL_SECONDS) -> str | None:

@@ -93,8 +93,30 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command_is_named_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
     err = capsys.readouterr().err
-    assert "'trian'" in err
     assert "  train " in err
+    assert err.endswith("agentrl: error: unknown command 'trian'\n  → did you mean 'train'?\n")
+    assert cli.main(["qqqq"]) == 2
+    assert capsys.readouterr().err.endswith("agentrl: error: unknown command 'qqqq'\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["tasks", "laod", "x.jsonl"], "did you mean 'load'?"),
+        (["mongo", "statsu"], "did you mean 'status'?"),
+        (["mongo", "qqqq"], "see: agentrl mongo --help"),
+        (["mongo", "up", "--mongo_dri", "x"], "did you mean --mongo_dir?"),
+    ],
+)
+def test_a_misspelt_word_or_flag_is_answered_with_the_nearest(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err.endswith(f"\n  → {hint}\n")
+
+
+def test_no_help_calls_a_command_read_only_that_deletes() -> None:
+    assert not [name for name, (_, purpose) in cli.COMMANDS.items() if "only" in purpose]
 
 
 def test_a_command_whose_wing_is_not_there_says_so(

@@ -12,7 +12,8 @@ import pytest
 from json_rows import write_rows
 
 from agentrl.cli.main import main
-from agentrl.cli.tasks import Overlaps
+from agentrl.cli.tasks import Overlaps, read_checked, report
+from agentrl.config.schema import TaskConfig
 from agentrl.scoring.answers import normalized_text
 
 
@@ -215,3 +216,18 @@ def test_rows_of_a_json_list_on_one_line_are_named(tmp_path: Path, check: Check)
     assert code == 1
     assert f"{path}:1 (row 2): query is missing" in printed
     assert f"{path}:1 (row 3): query is missing" in printed
+
+
+async def test_characters_and_tokens_are_those_of_the_question_and_its_few_shot_messages(
+    tmp_path: Path,
+) -> None:
+    shown = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    source = write(
+        tmp_path / "tasks.jsonl",
+        {"id": "a", "query": "2+2?", "answer": "4", "scorer": "exact", "messages": shown},
+        {"id": "b", "query": "2+2+2?", "answer": "6", "scorer": "exact"},
+    )  # fmt: skip
+    checked = await read_checked(source, "train", TaskConfig())
+    sizes = report(source, checked, lambda texts: [len(text) for text in texts])["sizes"]
+    assert sizes["characters"]["max"] == sizes["tokens"]["max"] == len("1+1?22+2?")
+    assert sizes["characters"]["longest"] == sizes["tokens"]["longest"] == "a"

@@ -45,6 +45,8 @@ def test_a_line_counts_what_is_done() -> None:
     assert work.line(65.0) == "searching: 1,500, 65 s"
     work.describe("sorting", 10)
     assert work.line(1.0) == "sorting: 0 of 10, 1 s"
+    work.advance(12)
+    assert work.line(1.0) == "sorting: 12, 1 s", "more than the total is not a part of it"
 
 
 def test_what_is_done_can_be_measured_in_a_unit() -> None:

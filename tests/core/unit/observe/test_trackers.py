@@ -16,7 +16,7 @@ import pytest
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.observe import trackers
-from agentrl.observe.trackers import TRACKERS, flatten, open_trackers, public_parameters
+from agentrl.observe.trackers import TRACKERS, flatten, open_trackers, public_parameters, require_trackers
 
 
 def test_flatten_keeps_finite_numbers_alone() -> None:
@@ -50,6 +50,18 @@ def test_a_missing_library_is_named_with_its_install_command(
     with pytest.raises(ConfigError) as caught:
         open_trackers(f"none,{name}", RunConfig(), tmp_path)
     assert caught.value.hint == f"pip install {name}"
+
+
+def test_trackers_are_checked_before_anything_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(trackers._LIBRARIES, "wandb", "no_such_library")
+    monkeypatch.setitem(trackers._LIBRARIES, "mlflow", "json")
+    for fine in ("none", "", "mlflow", "none, mlflow"):
+        require_trackers(fine)
+    with pytest.raises(ConfigError, match="--report_to no_such_library needs the library") as caught:
+        require_trackers("mlflow,wandb")
+    assert caught.value.hint == "pip install no_such_library"
+    with pytest.raises(ConfigError, match="'tensorbord'"):
+        require_trackers("tensorbord")
 
 
 class _Hides:

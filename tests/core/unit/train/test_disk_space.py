@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,17 @@ def test_what_is_kept_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert "140.0 MB at most" in caplog.text
     assert [path.name for path in (tmp_path / "output").iterdir()] == ["weights"]
     assert list((tmp_path / "output" / "weights").iterdir()) == []
+
+
+def test_what_an_adapter_takes_is_not_called_nothing() -> None:
+    adapter = replace(KEPT, version_bytes=0, checkpoint_bytes=0)
+    newest = "the newest 4 published versions (of the adapter) and 2 checkpoints (of the adapter)"
+    assert str(adapter) == newest
+    assert (
+        str(replace(adapter, keep_every=10)) == f"{newest}, and every 10th version forever (of the adapter)"
+    )
+    merged = str(replace(KEPT, checkpoint_bytes=0, keep_every=10))
+    assert "50.0 MB at most without the latter and the adapter's, with one more" in merged
 
 
 def test_a_disk_without_space_for_what_is_kept_is_refused(

@@ -8,6 +8,8 @@ import json
 import math
 import os
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from db_command import agentrl_db
 from pymongo import MongoClient
 from test_store_claims import make_tasks
 
+from agentrl.base.processes import ProcessIdentity, owned_name
 from agentrl.config.schema import RunConfig
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.errors import ConfigError, RunMissingError, StoreError
@@ -91,6 +94,34 @@ async def test_a_live_run_is_not_deleted(store: Store, run_config: RunConfig) ->
     await store.database["Run"].update_one({"_id": "schema"}, {"$set": {"version": 99}})
     with pytest.raises(StoreError, match="has schema version 99"):
         await agentrl_runs(run_config, "rm", name, "--yes")
+
+
+def _of_a_dead_process() -> tuple[str, ProcessIdentity]:
+    """Return the name of an owner that has ended, and its process."""
+    code = (
+        "import os; from dataclasses import astuple; from agentrl.base.processes import identify, owned_name;"
+        "print(owned_name('try'), *astuple(identify(os.getpid())))"
+    )
+    output = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)
+    owner, boot, namespace, pid, started = output.split()
+    return owner, ProcessIdentity(boot_id=boot, pid_namespace=namespace, pid=int(pid), started=int(started))
+
+
+async def test_the_leases_of_dead_processes_keep_no_run(store: Store, run_config: RunConfig) -> None:
+    """A trial that was killed holds its slot for an hour, and a killed trainer its lease."""
+    owner, dead = await asyncio.to_thread(_of_a_dead_process)
+    host, name = socket.gethostname(), run_config.run_name
+    await store.tasks.load(make_tasks(1))
+    living = await store.claims.claim(split="train", owner=owned_name("try"), lease_seconds=3600.0)
+    assert living is not None
+    await store.trainer_lease.acquire("trainer-7", host, dead.pid, 3600.0, dead)
+    with pytest.raises(StoreError, match="is live: sampler try-") as caught:
+        await agentrl_runs(run_config, "rm", name, "--yes")
+    assert "trainer" not in caught.value.message
+    slot = {"$set": {"slots.$.owner": owner}}
+    await store.database["Task"].update_one({"slots.owner": living.owner}, slot)
+    assert await agentrl_runs(run_config, "rm", name, "--yes") == 0
+    assert not await run_exists(run_config)
 
 
 async def test_rm_asks_and_deletes_the_database_and_the_folder(
