@@ -60,6 +60,7 @@ class Machine:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env={
                 **inherited, "AGENTRL_VENV": str(self._venv), "HF_HUB_OFFLINE": "1", "SAMPLERS": "1",
+                "AGENTRL_SGLANG_VENV": str(self._venv), "AGENTRL_VLLM_VENV": str(self._venv),
                 "PYTHONPATH": os.pathsep.join([str(STUB.parent), os.environ.get("PYTHONPATH", "")]),
                 "MODEL_PATH": str(self._model), "TRAIN_FILE": str(self.tasks),
                 "MONGO_URI": "mongodb://127.0.0.1:9", "STUB_GPUS": str(gpus),
