@@ -255,7 +255,7 @@ class Training(Repository):
             rate = sums["cached_tokens"] / sums["input_tokens"] if sums["input_tokens"] else None
             return {
                 **{name: float(sums[name]) for name in names},
-                "api_cost": float(sums["api_cost"] + sums["judge_cost"]),
+                **({"api_cost": float(cost)} if (cost := sums["api_cost"] + sums["judge_cost"]) else {}),
                 **({} if rate is None else {"prefix_cache_hit_rate": rate}),
             }
         return {}
