@@ -103,9 +103,9 @@ def test_an_unknown_command_is_named_with_the_known_ones(capsys: pytest.CaptureF
     ("words", "hint"),
     [
         (["tasks", "laod", "x.jsonl"], "did you mean 'load'?"),
-        (["mongo", "statsu"], "did you mean 'status'?"),
-        (["mongo", "qqqq"], "see: agentrl mongo --help"),
-        (["mongo", "up", "--mongo_dri", "x"], "did you mean --mongo_dir?"),
+        (["tasks", "chekc"], "did you mean 'check'?"),
+        (["tasks", "qqqq"], "see: agentrl tasks --help"),
+        (["tasks", "check", "x", "--eval_fiel", "y"], "did you mean --eval_file?"),
     ],
 )
 def test_a_misspelt_word_or_flag_is_answered_with_the_nearest(

@@ -98,7 +98,7 @@ def test_without_the_flag_nothing_is_imported_and_spans_are_one_object() -> None
 
 def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    says = r"needs OpenTelemetry.*\n.*agentrl\[tracing\]"
+    says = r"needs OpenTelemetry.*\n.*requirements/tracing\.txt"
     with pytest.raises(ConfigError, match=says), _opened("http://h"):
         pass
 
