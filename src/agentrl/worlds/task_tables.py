@@ -127,7 +127,7 @@ def _batch_rows(batch: Any) -> Iterator[bytes | BadTaskError]:
     names, kinds = batch.schema.names, batch.schema.types
     narrow = [(name, kind) for name, kind in zip(names, kinds, strict=True) if _is_narrow(kind)]
     try:
-        rows = batch.to_pylist(maps_as_pydicts="strict")
+        columns = [_values(column) for column in batch.columns]
     except (ValueError, KeyError) as error:  # UnicodeDecodeError, nanoseconds, a map with a key twice
         if batch.num_rows > 1:
             for index in range(batch.num_rows):
@@ -137,7 +137,8 @@ def _batch_rows(batch: Any) -> Iterator[bytes | BadTaskError]:
             kind = batch.schema.field(name).type
             yield BadTaskError(f"{name}: its value of type {kind} cannot be converted: {error}")
         return
-    for row in rows:
+    for values in zip(*columns, strict=True):
+        row = dict(zip(names, values, strict=True))
         for name, kind in narrow:
             row[name] = _shortest(row[name], kind)
         try:
@@ -148,10 +149,42 @@ def _batch_rows(batch: Any) -> Iterator[bytes | BadTaskError]:
 
 def _converts(column: Any) -> bool:
     try:
-        column.to_pylist(maps_as_pydicts="strict")
+        _values(column)
     except (ValueError, KeyError):
         return False
     return True
+
+
+def _values(column: Any) -> list[Any]:
+    """Return the values of a column. Raises ValueError for nanoseconds, and KeyError.
+
+    Times become those of Python: pyarrow would take pandas's, or drop nanoseconds, where pandas is installed.
+    """
+    kind = _in_microseconds(column.type)
+    plain = column if kind == column.type else column.cast(kind)
+    return list(plain.to_pylist(maps_as_pydicts="strict"))
+
+
+def _in_microseconds(kind: Any) -> Any:
+    """Return an Arrow type with microseconds in place of nanoseconds, also within lists, structs and maps."""
+    import pyarrow
+
+    types = pyarrow.types
+    if types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_in_microseconds(field.type)) for field in kind])
+    if types.is_map(kind):
+        return pyarrow.map_(_in_microseconds(kind.key_type), _in_microseconds(kind.item_type))
+    if types.is_list(kind):
+        return pyarrow.list_(kind.value_field.with_type(_in_microseconds(kind.value_type)))
+    if types.is_large_list(kind):
+        return pyarrow.large_list(kind.value_field.with_type(_in_microseconds(kind.value_type)))
+    if types.is_fixed_size_list(kind):
+        return pyarrow.list_(kind.value_field.with_type(_in_microseconds(kind.value_type)), kind.list_size)
+    if getattr(kind, "unit", None) != "ns":
+        return kind
+    if types.is_timestamp(kind):
+        return pyarrow.timestamp("us", kind.tz)
+    return pyarrow.duration("us") if types.is_duration(kind) else pyarrow.time64("us")
 
 
 def _is_narrow(kind: Any) -> bool:

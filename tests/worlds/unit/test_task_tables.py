@@ -8,6 +8,7 @@ import decimal
 import gzip
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,34 @@ def test_bad_rows_are_named_by_file_and_row(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, folder / "part-1.parquet")
     with pytest.raises(TaskFileError, match=r"part-1.parquet:1: when: its value of type time64\[ns\] cannot"):
         read(folder)
+
+
+@pytest.mark.parametrize("pandas", [True, False])
+def test_times_are_the_same_with_and_without_pandas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pandas: bool
+) -> None:
+    """pyarrow returns pandas's types for nanoseconds where pandas is installed."""
+    if pandas:
+        pytest.importorskip("pandas")
+    else:
+        monkeypatch.setitem(sys.modules, "pandas", None)
+    second = 1_000_000_000
+    columns = {
+        "at": pyarrow.array([second], pyarrow.timestamp("ns")),
+        "lasts": pyarrow.array([second // 2], pyarrow.duration("ns")),
+        "ends": pyarrow.array(
+            [{"x": [second]}], pyarrow.struct([("x", pyarrow.list_(pyarrow.time64("ns")))])
+        ),
+        "zone": pyarrow.array([second], pyarrow.timestamp("ns", "UTC")),
+        "map": pyarrow.array([[("a", second)]], pyarrow.map_(pyarrow.string(), pyarrow.timestamp("ns"))),
+    }
+    table = pyarrow.table({"id": ["1"], "query": ["?"], "answer": ["1"], **columns})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    (task,) = read(tmp_path / "rows.parquet").tasks
+    assert task.meta == {
+        "at": "1970-01-01T00:00:01", "lasts": 0.5, "ends": {"x": ["00:00:01"]},
+        "zone": "1970-01-01T00:00:01+00:00", "map": {"a": "1970-01-01T00:00:01"},
+    }  # fmt: skip
 
 
 def test_json_in_a_cell_is_checked_as_that_of_a_line(tmp_path: Path) -> None:
