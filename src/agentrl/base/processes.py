@@ -391,21 +391,25 @@ def stop_on_signals(at_once: asyncio.Event | None = None) -> asyncio.Event:
     return stop
 
 
-async def cancel_on_sigterm(work: Coroutine[Any, Any, int]) -> int:
-    """Return the exit code of ``work``; SIGTERM cancels it, which lets it clean up, and gives 143."""
-    task, stopped = asyncio.create_task(work), asyncio.Event()
+async def cancel_on_signals(work: Coroutine[Any, Any, int]) -> int:
+    """Return the exit code of ``work``; SIGTERM and SIGINT cancel it, which lets it clean up: 143 and 130.
 
-    def stop() -> None:
-        stopped.set()
+    SIGINT too: a job that a shell runs in the background ignores it otherwise.
+    """
+    task, received = asyncio.create_task(work), list[int]()
+
+    def stop(number: int) -> None:
+        received.append(number)
         task.cancel()
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
     try:
         return await task
     except asyncio.CancelledError:
-        if not stopped.is_set():
+        if not received:
             raise
-        return 128 + signal.SIGTERM
+        return 128 + received[0]
 
 
 MAX_RESTARTS = 5

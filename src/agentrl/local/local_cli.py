@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.base.installation import require
-from agentrl.base.processes import StoppedBySignalError, cancel_on_sigterm, raise_on_signals
+from agentrl.base.processes import StoppedBySignalError, cancel_on_signals, raise_on_signals
 from agentrl.config.flags import flag_words
 from agentrl.config.load import CommandParser, Configs, group_of, leading_words, parse
 from agentrl.config.run import URI_VARIABLES, QuickstartFlags
@@ -325,8 +325,8 @@ def try_one(argv: list[str]) -> int:
 
     flags = configs[TryConfig]
     if flags.oracle:
-        return asyncio.run(cancel_on_sigterm(run_solutions(configs, wanted[0], line=flags.line)))
+        return asyncio.run(cancel_on_signals(run_solutions(configs, wanted[0], line=flags.line)))
     with tracing(configs, "try"):
         url = configs[EngineConfig].engine_url
         trial = try_task(configs, wanted[0], line=flags.line, engine_url=url, prompt=flags.prompt)
-        return asyncio.run(cancel_on_sigterm(trial))
+        return asyncio.run(cancel_on_signals(trial))

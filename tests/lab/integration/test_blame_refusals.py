@@ -121,7 +121,7 @@ def test_wrong_names_are_refused_without_torch(store: Store, run_config: RunConf
         f"--model_name_or_path {empty}1 is not a folder": ["parity", "--model_name_or_path", f"{empty}1"],
         f"--model {empty}2 is not a folder": ["plan", "--model", f"{empty}2", "--gpus", "H100"],
         f"{empty}3 is not a model folder": [
-            "teach", "--model_name_or_path", empty, "--teacher", f"{empty}3", *server
+            "teach", "--run_name", "nosuch", "--model_name_or_path", empty, "--teacher", f"{empty}3", *server
         ],
     }  # fmt: skip
     command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps([*refusals.values()])]

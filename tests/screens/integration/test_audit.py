@@ -234,7 +234,7 @@ async def test_a_server_that_ends_meanwhile_is_an_error(tmp_path: Path) -> None:
         await _make_empty(run)
         async with await open_existing(run) as store:
             server.down()
-            with pytest.raises(StoreError, match=r"settings: resolved: MongoDB at .* did not answer"):
+            with pytest.raises(StoreError, match=r"settings: flags: MongoDB at .* did not answer"):
                 await SnapshotReader(store).read()
     finally:
         server.down()

@@ -65,7 +65,7 @@ def test_one_run(said: Callable[..., str]) -> None:
     page = said("status", "watched")
     parts = [
         "watched  training", "2 ready, 0 planned, 2 trained", "trainer-1", "engine 2  the engine went away",
-        "sampler (1)",
+        "sampler (1",
     ]  # fmt: skip
     assert [part for part in parts if part not in page] == []
     assert "\x1b" not in page
