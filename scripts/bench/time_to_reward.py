@@ -87,7 +87,7 @@ def run_agentrl(seed: int, steps: int, environment: Mapping[str, str], *flags: s
         (folder / ".agentrl/models").symlink_to(ROOT / ".agentrl/models")
         command = [
             sys.executable, "-m", "agentrl", "quickstart",
-            *("--steps", str(steps), "--seed", str(seed), "--minutes", "30", *flags),
+            *("--steps", str(steps), "--seed", str(seed), "--minutes", "30", "--no_evaluate", *flags),
         ]  # fmt: skip
         run = Run(AGENTRL, seed)
         began, meter = _run(command, run, folder, environment, scratch)

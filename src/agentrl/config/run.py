@@ -370,6 +370,7 @@ class QuickstartFlags(Flags):
         "order", "what is sampled next: the next task, or one whose pass rate is near ½"
     )
     run_name: str | None = flag(None, "name of the run (default: quickstart, or the next free number)")
+    evaluate: bool = flag(True, "sample held-out tasks with the first and the last version")
 
     def __post_init__(self) -> None:
         super().__post_init__()

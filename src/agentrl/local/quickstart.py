@@ -376,16 +376,17 @@ def _run(
         _report(f"database: {mongo.up().shown_uri} (data in {_MONGO_DIR})")
         with dashboard(run.name, run.logs / "dashboard.out") as address:
             _report(f"dashboard: {address}")
+            held_out = run.preset.held_out if flags.evaluate else None
             pace = Pace(
                 run.steps, minutes=flags.minutes, least_minutes=run.preset.minutes,
-                ends_when_solved=flags.steps is None, skips_first=run.preset.held_out is not None,
+                ends_when_solved=flags.steps is None, skips_first=held_out is not None,
             )  # fmt: skip
             extended = "" if flags.minutes is not None else ", or more after the first step if it is slow"
             _report(f"{run.steps} steps, at most {pace.limit}{extended}")
             plan = _plan(run, flags, model, train, engine, teacher)
             groups = int(yaml.safe_load(run.recipe.read_text(encoding="utf-8"))["groups_per_step"])
             with told_progress(RunConfig(run_name=run.name), groups, pace, _report) as serving:
-                evaluations = HeldOutCommands(run, plan)
+                evaluations = HeldOutCommands(run, plan, held_out)
                 code = run_processes(
                     plan, pace.deadline, serving, before=evaluations.before, after=evaluations.after
                 )
@@ -406,6 +407,8 @@ class HeldOutCommands:
 
     run: QuickstartRun
     plan: RunPlan
+    tasks: str | None
+    """Name of the shipped file; None: nothing is evaluated."""
 
     def before(self) -> list[str] | None:
         """Return the command for version 0; None once there is another one."""
@@ -417,14 +420,11 @@ class HeldOutCommands:
         return self._command(last) if last else None
 
     def _command(self, version: int) -> list[str] | None:
-        if self.run.preset.held_out is None:
+        if self.tasks is None:
             return None
-        source = shipped_files() / "tasks" / self.run.preset.held_out
-        lines, file = (
-            source.read_text(encoding="utf-8").splitlines(keepends=True),
-            self.run.logs / source.name,
-        )
-        replace_file(file, "".join(lines[:HELD_OUT_TASKS]).encode())
+        source = shipped_files() / "tasks" / self.tasks
+        file = self.run.logs / source.name
+        replace_file(file, b"".join(source.read_bytes().splitlines(keepends=True)[:HELD_OUT_TASKS]))
         _report(f"sampling {HELD_OUT_TASKS} held-out tasks with policy version {version}")
         flags = {"eval_file": file, "eval_version": version, "eval_engine": "shared"}
         return agentrl_command("eval", [*self.plan.flags, *flag_words(flags)])
