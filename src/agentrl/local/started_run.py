@@ -6,6 +6,7 @@ The processes are those of ``agentrl launch train``; what it starts in a termina
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -83,13 +84,32 @@ def run(
     if model is None:
         model = demo_model()
         flags = {**_demo_limits(recipe), **flags}
-    flags = {
-        "recipe": recipe, "run_name": name, "model_name_or_path": model, "max_steps": steps,
-        "train_file": _task_file(tasks, folder / "tasks.jsonl", defaults), **flags,
-    }  # fmt: skip
-    configs = parse(flag_words(flags), command="agentrl.run", description="", shown=(), needs_run=True)
-    code.write()
-    return StartedRun(configs, flags, defaults, folder)
+    with _held(folder) as holder:
+        flags = {
+            "recipe": recipe, "run_name": name, "model_name_or_path": model, "max_steps": steps,
+            "train_file": _task_file(tasks, folder / "tasks.jsonl", defaults), **flags,
+        }  # fmt: skip
+        configs = parse(flag_words(flags), command="agentrl.run", description="", shown=(), needs_run=True)
+        code.write()
+        return StartedRun(configs, flags, defaults, folder, holder.fileno())
+
+
+def _held(folder: Path) -> TextIO:
+    """Lock the folder of a run's tasks and functions. Its launcher inherits the lock until it ends.
+
+    Raises ConfigError if another one holds it: its processes still read these files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    holder = (folder / "holder").open("a", encoding="utf-8")
+    try:
+        fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder.close()
+        raise ConfigError(
+            f"run {folder.name} trains already, started in this folder",
+            hint="stop() of its handle ends it; or give another name",
+        ) from None
+    return holder
 
 
 def _demo_limits(recipe: str) -> dict[str, Any]:
@@ -180,9 +200,17 @@ class StartedRun:
     """A run whose processes this one has started. They end with this process, or by ``stop``."""
 
     def __init__(
-        self, configs: Configs, flags: Mapping[str, Any], defaults: Mapping[str, Any], folder: Path
+        self,
+        configs: Configs,
+        flags: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        folder: Path,
+        lock: int,
     ) -> None:
-        """Start the processes. ``folder`` has what they read and print, ``defaults`` are fields of tasks."""
+        """Start the processes. ``folder`` has what they read and print, ``defaults`` are fields of tasks.
+
+        ``lock`` is the file descriptor that holds ``folder``.
+        """
         self.name = configs[RunConfig].run_name
         self.log = folder / "launch.out"
         """What ``agentrl launch`` prints."""
@@ -190,7 +218,7 @@ class StartedRun:
         self._store: Store | None = None
         for other in filter(lambda each: each.is_running, _STARTED):
             warnings.warn(f"run {other.name} still trains beside this one; stop() ends it", stacklevel=3)
-        self._process = self._start("train", flags, self.log)
+        self._process = self._start("train", flags, self.log, lock)
         _STARTED.append(self)
 
     @property
@@ -284,11 +312,13 @@ class StartedRun:
         estimate = found[-1].total["pass_at"]["1"]
         return Estimate(estimate["value"], estimate["low"], estimate["high"])
 
-    def _start(self, command: str, flags: Mapping[str, Any], log: Path) -> subprocess.Popen[bytes]:
+    def _start(
+        self, command: str, flags: Mapping[str, Any], log: Path, *passed: int
+    ) -> subprocess.Popen[bytes]:
         paths = filter(None, [str(self._folder.resolve()), os.environ.get("PYTHONPATH")])
         return start_child(
             agentrl_command("launch", [command, *flag_words(flags)]), log=log,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, pass_fds=passed,
         )  # fmt: skip
 
     def _require_no_failure(self) -> None:

@@ -86,7 +86,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
         def poll(self) -> int:
             return 2
 
-    def start(words: list[str], *, log: Path, env: dict[str, str]) -> Process:
+    def start(words: list[str], *, log: Path, env: dict[str, str], pass_fds: tuple[int, ...]) -> Process:
+        assert len(pass_fds) == 1
         commands.append([*words, env["PYTHONPATH"].split(os.pathsep)[0]])
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("agentrl launch: error: the tokenizer is torn\n")
@@ -176,4 +177,18 @@ def test_a_second_run_says_that_the_first_one_still_trains(
     monkeypatch.setattr(started_run, "_STARTED", [first])
     with pytest.warns(UserWarning, match="run first still trains beside this one"):
         agentrl.run(tasks=rows, steps=1, name="second")
+    assert len(started) == 2
+
+
+def test_the_files_of_a_run_that_trains_are_not_written_again(
+    started: list[list[str]], tmp_path: Path
+) -> None:
+    rows = [{"query": "2 + 2?", "answer": "4"}]
+    agentrl.run(tasks=rows, steps=1, name="held")
+    tasks = tmp_path / ".agentrl/started/held/tasks.jsonl"
+    before = tasks.read_bytes()
+    with started_run._held(tasks.parent), pytest.raises(ConfigError, match="run held trains already"):
+        agentrl.run(tasks=[{"query": "other", "answer": "1"}], steps=1, name="held")
+    assert (tasks.read_bytes(), len(started)) == (before, 1)
+    agentrl.run(tasks=rows, steps=2, name="held")
     assert len(started) == 2
