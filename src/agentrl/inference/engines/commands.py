@@ -228,6 +228,7 @@ def _sglang_command(
     cpu = [
         *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
         *("--max-total-tokens", str(config.max_total_tokens)),
+        "--sleep-on-idle",  # else its scheduler polls, and takes a core from the trainer
     ]
     env = {
         **_SGLANG_ENV,
