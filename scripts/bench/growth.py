@@ -5,7 +5,7 @@
 ``tasks``: loading, claims and housekeeping with 10,000 to 1,000,000 tasks; ``stored``: a step of the trainer,
 a group, screens and the check of a run with 1,000 to 100,000 stored trajectories; ``tokens``: a turn of the
 sampler and the micro-batches of a step at contexts of 1,000 to 100,000 tokens; ``samplers``: 10 to 1,000
-samplers; ``turns``: a turn of trajectories of 10 to 1,000 turns. CPU is that of mongod and of the clients.
+samplers; ``turns``: a turn of trajectories of 10 to 300 turns. CPU is that of mongod and of the clients.
 Figures are costs of one thing (a claim, a turn, 1,000 tasks), so that the slope is 0 if it does not grow;
 "looked at" counts the documents and index keys that the database examined, and its commands. With
 AGENTRL_BENCH_PLANS=1 their plans are printed. Exits with 1 if a slope exceeds its bound. The database takes
@@ -293,12 +293,12 @@ async def _tokens(uri: str, most: int, work: Path) -> list[Row]:
 
 
 async def _samplers(uri: str, most: int, work: Path) -> list[Row]:
-    """Measure samplers with a client each, whose trajectories take 30 s."""
+    """Measure samplers with a client each, whose trajectories take two minutes, which two cores can bear."""
     sizes = (10, 100, 1000)[:most] or (4, 8)
-    lasting, seconds = (30.0, 60.0) if most else (0.3, 1.0)
+    lasting, seconds = (120.0, 120.0) if most else (0.3, 1.0)
     costs = []
     for size in sizes:
-        found = await many_samplers(uri, OURS, size, lasting, seconds, min(lasting, 15.0))
+        found = await many_samplers(uri, OURS, size, lasting, seconds, min(lasting, 60.0))
         per_trajectory = found["trajectories/s"] or float("nan")
         found["mongod's ms of CPU a trajectory"] = 10 * found["% of a core, mongod"] / per_trajectory
         costs.append(found)
@@ -310,8 +310,8 @@ async def _samplers(uri: str, most: int, work: Path) -> list[Row]:
 
 
 async def _turns(uri: str, most: int, work: Path) -> list[Row]:
-    """Measure a turn of trajectories of many turns; each adds some 90 tokens to the context."""
-    sizes, model, costs = (10, 100, 1000)[:most] or (2, 8), make_model(work), []
+    """Measure a turn of trajectories of many turns; each adds some 530 tokens to the context."""
+    sizes, model, costs = (10, 100, 300)[:most] or (2, 8), make_model(work), []
     for size in sizes:
         load = Workload(300, groups=max(1, 16 // size), concurrency=8, turns=size)
         found = await asyncio.to_thread(measure, uri, model, load)

@@ -96,7 +96,10 @@ async def main(options: dict[str, Any]) -> dict[str, Any]:
         )
         calls = await store.database["DispatchedSamplingTask"].count_documents({})
         if found != trajectories or calls != trajectories * options["turns"]:
-            raise RuntimeError(f"{found} of {trajectories} trajectories are whole, {calls} calls are stored")
+            first = await store.database["Record"].find_one({}, {"stop_reason": 1, "failure": 1})
+            raise RuntimeError(
+                f"{found} of {trajectories} trajectories are whole, {calls} calls stored: {first}"
+            )
         await store.database.client.drop_database(options["run"])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {

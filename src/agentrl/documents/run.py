@@ -142,7 +142,10 @@ REMARKS: Final = "remarks"
 """``_id`` of the document in ``Run`` with the tags and the note that people give the run."""
 
 ADMISSION: Final = "admission"
-"""``_id`` of the ``Gate`` in ``Admission``."""
+"""``_id`` of the ``Gate`` in ``Admission`` that admissions write."""
+
+TURN: Final = "turn"
+"""``_id`` of the ``Gate`` in ``Admission`` that says who admits groups now."""
 
 TRAINER: Final = "trainer"
 """``_id`` of the ``TrainerLease``, alone in its collection."""
@@ -268,7 +271,7 @@ class Gate(Root):
     begun: int = 0
     """Groups begun under ``--task_selection pass_rate``: the last ``Task.begun.number``."""
     turn_until: datetime | None = None
-    """How long the sampler that admits groups now has its turn; None: nobody admits any."""
+    """Of ``TURN``: how long the sampler that admits groups now has its turn; None: nobody admits any."""
 
 
 def epoch_key(split: str, epoch: int) -> str:

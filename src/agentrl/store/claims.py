@@ -14,7 +14,7 @@ from pymongo.errors import DuplicateKeyError, PyMongoError
 
 from agentrl.base.concurrency import Backoff
 from agentrl.documents.record import Failure
-from agentrl.documents.run import ADMISSION
+from agentrl.documents.run import ADMISSION, TURN
 from agentrl.documents.status import (
     APPLIED_STEPS,
     SAMPLED,
@@ -201,8 +201,7 @@ class GroupAdmission(Repository):
         try:
             self._goes_on = await self._admit_next(split, limit, selection, without)
         finally:
-            if not self._goes_on:
-                await self._collection(GATE).update_one({"_id": ADMISSION}, {"$set": {"turn_until": None}})
+            await self._collection(GATE).update_one({"_id": TURN}, {"$set": {"turn_until": None}})
         return self._goes_on
 
     async def _has_next(
@@ -221,11 +220,13 @@ class GroupAdmission(Repository):
         """Begin the turn of this process. Raises AdmissionRacedError while another has it.
 
         A process that dies in its turn holds the others up for ``_TURN_SECONDS``. The turn only saves work:
-        of two processes that admit at once, one fails in its transaction.
+        of two processes that admit at once, one fails in its transaction. The turn has a document of its
+        own: a write to one that a transaction has written is tried again and again in the database, and a
+        thousand samplers that wait so leave no time for the transaction.
         """
         is_over = {"$lte": [{"$ifNull": ["$turn_until", "$$NOW"]}, "$$NOW"]}
         taken = await self._collection(GATE).update_one(
-            {"_id": ADMISSION, "$expr": is_over}, [{"$set": {"turn_until": after(_TURN_SECONDS)}}]
+            {"_id": TURN, "$expr": is_over}, [{"$set": {"turn_until": after(_TURN_SECONDS)}}]
         )
         if not taken.matched_count:
             raise AdmissionRacedError
@@ -250,9 +251,7 @@ class GroupAdmission(Repository):
     async def _admit(
         self, split: str, limit: GroupLimit, selection: Selection | None, without: Needs
     ) -> bool:
-        await self._collection(GATE).update_one(
-            {"_id": ADMISSION}, {"$inc": {"opened": 1}, "$set": {"turn_until": None}}
-        )
+        await self._collection(GATE).update_one({"_id": ADMISSION}, {"$inc": {"opened": 1}})
         applied = {"status": {"$in": values(APPLIED_STEPS)}}
         last = await self._collection(STEP).find_one(applied, {"step": 1}, sort=[("step", DESCENDING)])
         step = 0 if last is None else int(last["step"])

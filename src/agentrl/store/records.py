@@ -574,7 +574,8 @@ class Attempts(Repository):
         ids = {score.claim.task.id for score in scores}
 
         async def write() -> dict[str, TaskStatus] | None:
-            for collection, updates in ((TASK, slot_updates), (RECORD, record_updates)):
+            # The Task last: whoever renews a lease of its group waits until this transaction ends.
+            for collection, updates in ((RECORD, record_updates), (TASK, slot_updates)):
                 result = await self._collection(collection).bulk_write(updates)
                 # Undo all if one is refused: each score is then written alone and gets its own error.
                 if result.matched_count < len(updates):

@@ -30,6 +30,7 @@ from agentrl.documents.run import (
     REMARKS,
     SCHEMA,
     TRAIN_ROLE,
+    TURN,
     EpochOpening,
     Evaluation,
     Gate,
@@ -368,7 +369,8 @@ async def prepare(database: AsyncDatabase[Json]) -> None:
         missing = await _missing_indexes(database, name) if name in INDEXES else []
         if missing:
             await database[name].create_indexes(missing)
-    await insert_if_missing(database[connection.GATE], Gate())
+    for gate in (Gate(), Gate(id=TURN)):
+        await insert_if_missing(database[connection.GATE], gate)
     for name, (source, pipeline) in VIEWS.known().items():
         if name not in existing:
             await _create(database, name, viewOn=source, pipeline=pipeline)

@@ -281,10 +281,25 @@ async def test_several_clients_need_few_commands_a_claim(crowd: list[Store]) -> 
         await asyncio.gather(*(work(mine, f"w{number}") for number, mine in enumerate(crowd)))
     COMMANDS.database = None
     assert COMMANDS.count / claimed < 3
-    gate = await crowd[0].database["Admission"].find_one({"_id": "admission"})
-    assert gate is not None
-    assert gate["opened"] == 1
-    assert gate["turn_until"] is None
+    gates = {gate["_id"]: gate async for gate in crowd[0].database["Admission"].find()}
+    assert gates["admission"]["opened"] == 1
+    assert gates["turn"]["turn_until"] is None
+
+
+async def test_whoever_waits_for_a_turn_writes_nothing_that_an_admission_has_written(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the database tries its write again and again until the admission has ended."""
+    await store.tasks.load(make_tasks(1))
+    async with store.database.client.start_session() as session, await session.start_transaction():
+        ours = {"_id": "admission"}
+        await store.database["Admission"].update_one(ours, {"$inc": {"opened": 1}}, session=session)
+        until = datetime.now(UTC) + timedelta(minutes=1)
+        await store.database["Admission"].update_one({"_id": "turn"}, {"$set": {"turn_until": until}})
+        monkeypatch.setattr(claims, "_ADMISSIONS", 2)
+        async with asyncio.timeout(30):
+            assert await take(store, limit=1) is None
+        await session.abort_transaction()
 
 
 @pytest.mark.parametrize("limit", [1, 3])
