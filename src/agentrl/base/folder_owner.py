@@ -108,7 +108,7 @@ def require_not_foreign(folder: Path, owner: Owner, flag: str) -> bool:
     return found is not None
 
 
-def foreign(place: str, found: Owner, owner: Owner, flag: str) -> ConfigError:
+def foreign(place: str, found: Owner, owner: Owner | str, flag: str) -> ConfigError:
     """Return the error of ``owner`` for a folder of another run."""
     return ConfigError(
         f"{place} belongs to {found}, and this is {owner}",

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
+import socket
 import time
-import uuid
 from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from agentrl.base.concurrency import Backoff, end_tasks, wait_for_any
+from agentrl.base.processes import owned_name
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreError, StoreUnavailableError
-from agentrl.observe.logging import describe_process_id
 from agentrl.store.mechanics.lease import keep_renewed
 from agentrl.store.mechanics.retry import log_store_errors
+from agentrl.store.services import SAMPLER_BEAT_SECONDS
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -320,19 +322,31 @@ class Pool(Generic[C]):
         logger.info("claims handed back", extra={"claims": len(claims) - len(lost)})
 
 
-OWNER_NAME = r"^(.+)-\d+-[0-9a-f]{6}$"
+OWNER_NAME = r"^(.+)-\d+[.-][0-9a-f.]+$"
 """What ``owner_name`` returns, for Python and MongoDB; the group is the host."""
 
 
 def owner_name() -> str:
-    """Return a unique, readable name of this process for claims."""
-    return f"{describe_process_id()}-{uuid.uuid4().hex[:6]}"
+    """Return a unique name of this process for claims; it begins with ``host-pid``."""
+    return owned_name(socket.gethostname().split(".")[0])
 
 
 def host_of(owner: str) -> str | None:
     """Return the host of the process that ``owner_name`` named; None for another name."""
     found = re.search(OWNER_NAME, owner)
     return None if found is None else found[1]
+
+
+async def count_gpus(store: Store, gpus: int) -> None:
+    """Send heartbeats until cancelled, so that costs count the ``gpus`` on which this process computes."""
+    owner, host, pid = owner_name(), socket.gethostname(), os.getpid()
+    try:
+        while True:
+            with log_store_errors(logger, "the time of this process's GPUs is not counted", outages=True):
+                await store.samplers.beat(owner, host=host, pid=pid, is_draining=False, gpus=gpus)
+            await asyncio.sleep(SAMPLER_BEAT_SECONDS)
+    finally:
+        await bounded(store.samplers.end(owner))
 
 
 async def bounded(work: Coroutine[Any, Any, None]) -> bool:

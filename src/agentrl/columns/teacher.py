@@ -27,7 +27,7 @@ from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
 from agentrl.columns.outages import Outages, report_outages
-from agentrl.columns.pool import Pool, owner_name
+from agentrl.columns.pool import Pool, count_gpus, owner_name
 from agentrl.config.load import Configs
 from agentrl.config.schema import ClaimConfig, ModelConfig, RunConfig, TeacherConfig
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_ids
@@ -358,6 +358,8 @@ class TeacherColumn:
     """The name by which tasks ask for this teacher (``meta.teacher``); empty: those that name none."""
     until_empty: bool = False
     """Whether the pool ends when no Record waits for this teacher."""
+    gpus: int = 1
+    """On how many this process computes; 0: the teacher is a server of others, whose time is not known."""
 
     def __post_init__(self) -> None:
         self._owner = owner_name()
@@ -379,7 +381,8 @@ class TeacherColumn:
 
         try:
             reports = report_outages(self.store, lambda: self._outages.open, self._owner)
-            await pool.run(stop, reports, watch(), at_once=at_once)
+            counting = [count_gpus(self.store, self.gpus)] if self.gpus else []
+            await pool.run(stop, reports, watch(), *counting, at_once=at_once)
         finally:
             self._outages.close()
         return pool.filled
@@ -495,7 +498,7 @@ async def teach(configs: Configs, *, until_empty: bool) -> int:
                 teaching = await _teaching(engine, configs[ModelConfig], flags)
                 column = TeacherColumn(
                     store=store, teaching=teaching, claims=configs[ClaimConfig], name=flags.teacher_name,
-                    until_empty=until_empty,
+                    until_empty=until_empty, gpus=int(isinstance(engine, FolderTeacher)),
                 )  # fmt: skip
                 return await column.run(stop, flags.teacher_concurrency, at_once)
     finally:

@@ -104,10 +104,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
     ),
     "agentrl samplers": (
         "agentrl samplers --run_name math",
-        "agentrl samplers drain node7-4242-1f0c9a --run_name math --wait_seconds 60",
+        "agentrl samplers drain node7-4242 --run_name math --wait_seconds 60",
     ),
     "agentrl samplers drain": (
-        "agentrl samplers drain node7-4242-1f0c9a --run_name math",
+        "agentrl samplers drain node7-4242 --run_name math",
         "agentrl samplers drain 'node7-*' --run_name math --wait_seconds 60",
     ),
     "agentrl gateway": (

@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.documents.document import Document, Root, is_finite, now
+from agentrl.documents.document import Document, Root, is_finite, is_score, now
 from agentrl.documents.model_call import Event, PartialGeneration, SamplingMask
 from agentrl.documents.status import ColumnStatus, RecordStatus, StopReason, shown_status
 from agentrl.errors import ConfigError, StoreError
@@ -457,10 +457,13 @@ class Record(Root):
     tool_seconds: float = 0.0
     """Seconds of its tools and of its environment."""
     api_tokens: int = 0
-    """Tokens of models other than the policy that its agent and its tools asked; those of judges are in
-    ``score_details``."""
+    """Tokens of models other than the policy that its agent and its tools asked, without judges."""
     api_cost: float = 0.0
     """What they cost, by the prices at the time of the call."""
+    judge_tokens: int = 0
+    """Tokens of the judges of all its scores, those that were replaced too (``judged``)."""
+    judge_seconds: float = 0.0
+    judge_cost: float = 0.0
     min_version: int | None = None
     max_version: int | None = None
     owner: str | None = None
@@ -548,6 +551,20 @@ class Record(Root):
         """Return the role of each model call; empty if no role has a reward."""
         stored = self.score_details.get(CALL_ROLES)
         return tuple(stored) if isinstance(stored, (list, tuple)) else ()
+
+
+def judged(details: Mapping[str, Any]) -> dict[str, float]:
+    """Return what the judges of a score took by its details; of a sum of scorers, those of its parts too."""
+    parts = details.get("parts")
+    each = (details, *(parts.values() if isinstance(parts, Mapping) else ()))
+    asked = [one for one in each if isinstance(one, Mapping) and isinstance(one.get("judge"), str)]
+
+    def total(*names: str) -> float:
+        # A scorer of a user may have written anything: count what the Record's fields can hold.
+        return float(sum(one[name] for one in asked for name in names if is_score(one.get(name))))
+
+    tokens = int(total("prompt_tokens", "completion_tokens"))
+    return {"judge_tokens": tokens, "judge_seconds": total("seconds"), "judge_cost": total("cost")}
 
 
 MAX_LABEL: Final = 64

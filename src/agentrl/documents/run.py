@@ -465,6 +465,8 @@ class InferenceService(Root):
     # Ask for more than the URL: after a restart another engine may listen at the same host and port.
     instance: str | None = None
     """A random name that the engine's server returns; it identifies the server behind ``url``."""
+    process: ProcessIdentity | None = None
+    """The process that sends the heartbeats."""
     served: tuple[ServedVersion, ...] = ()
     """The last 20 versions that it has loaded since it started, oldest first."""
     started_at: datetime = field(default_factory=now)
@@ -475,7 +477,8 @@ class InferenceService(Root):
 class SamplerProcess(Root):
     """One sampler. It renews ``heartbeat`` until it ends; one that is silent is dead.
 
-    Its claims are the slots whose owner is ``id``. Times are the server's.
+    Its claims are the slots whose owner is ``id``. Times are the server's. With ``gpus`` it is no sampler:
+    it holds the model of a teacher or an evaluation's own engine, and only costs count it.
     """
 
     id: str
@@ -492,6 +495,7 @@ class SamplerProcess(Root):
     ended_at: datetime | None = None
     """When it ended; a dead one is given the time at which another sampler found it so."""
     doing: Doing | None = None
+    gpus: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.base.concurrency import end_tasks
 from agentrl.chat.model_folder import tokenizer_fingerprint
+from agentrl.columns.pool import count_gpus
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, EvaluationConfig, ModelConfig, RunConfig, SamplingConfig
 from agentrl.documents.document import plain
@@ -207,7 +209,7 @@ _NICE = 10
 class PolicyEngines:
     """The engines of an evaluation: live ones of the run that serve its version, or one of its own.
 
-    An own engine is not registered: samplers and the trainer of the run do not see it.
+    An own engine is not registered: samplers and the trainer of the run do not see it. Costs count it.
     """
 
     def __init__(self, store: Store, configs: Configs) -> None:
@@ -216,6 +218,7 @@ class PolicyEngines:
         self._policy: EvaluatedPolicy | None = None
         self._starting = asyncio.Lock()
         self._own: _OwnEngine | None = None
+        self._counting: asyncio.Task[None] | None = None
 
     async def serve(self, policy: EvaluatedPolicy) -> None:
         """Make sure that some engine serves ``policy``; start one unless ``--eval_engine`` is shared."""
@@ -245,6 +248,8 @@ class PolicyEngines:
             try:
                 if self._own is None:
                     self._own = _OwnEngine(self._configs, folder, policy)
+                    gpus = self._configs[EngineConfig].inf_tp_size
+                    self._counting = asyncio.create_task(count_gpus(self._store, gpus), name="count-gpus")
                 return [await self._own.serve(folder, policy)]
             finally:
                 copy.release()
@@ -256,6 +261,8 @@ class PolicyEngines:
 
     async def close(self) -> None:
         """Stop the own engine."""
+        if self._counting is not None:
+            await end_tasks(self._counting)
         if self._own is not None:
             await self._own.close()
 

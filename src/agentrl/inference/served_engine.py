@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import socket
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 
 from agentrl.base.concurrency import task_group
 from agentrl.base.device_lease import DeviceLease, has_gpu, leased_devices
-from agentrl.base.processes import has_ended, is_observable
+from agentrl.base.processes import has_ended, identify, is_observable
 from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.config.load import Configs
 from agentrl.config.schema import AdapterConfig, EngineConfig, ModelConfig, RunConfig
@@ -36,7 +37,7 @@ from agentrl.inference.engines.commands import (
 )
 from agentrl.inference.http import EngineHttp
 from agentrl.store.mechanics.retry import log_store_errors, retry_outages
-from agentrl.weights.folder import MERGED, merged_model, require_weights, verify
+from agentrl.weights.folder import MERGED, base_folder, merged_model, require_weights, verify
 from agentrl.weights.local_copy import LocalCopy, chain_to, weights_dir
 
 if TYPE_CHECKING:
@@ -557,6 +558,7 @@ class ServedEngine:
             host=socket.gethostname(),
             pid=self._process.pid,
             instance=self._process.instance,
+            process=identify(os.getpid()),
             tokenizer=await asyncio.to_thread(tokenizer_fingerprint, self._weights.folder),
         )
         await self._store.services.register(service)
@@ -756,11 +758,21 @@ async def serve(configs: Configs) -> None:
         require_free_port(config.host, config.port)
     with retry_outages(run.db_wait_seconds):
         # A bad folder or engine begins no run. A run that has begun may have weights of its own.
-        if is_own and model.model_name_or_path is not None and not await run_exists(run):
-            engine_command(model.model_name_or_path, model, config, config.port)
-            require_weights(Path(model.model_name_or_path))
+        if not await run_exists(run):
+            await _require_engine(model, config)
         async with await open_store(run) as store:
             await _serve(store, configs)
+
+
+async def _require_engine(model: ModelConfig, config: EngineConfig) -> None:
+    """Raise AgentRLError unless an engine can serve the model: one that is started, or that of the URL."""
+    folder = base_folder(model)
+    require_weights(folder)
+    if config.engine_url is None:
+        engine_command(str(folder), model, config, config.port)
+        return
+    async with engine_client(config.engine, config.engine_url, _UPDATE_SECONDS) as client:
+        await AttachedEngine.find(client, str(folder), config.engine_start_seconds)
 
 
 async def _serve(store: Store, configs: Configs) -> None:

@@ -15,12 +15,16 @@ from agentrl.config.flags import Flags, flag, require
 from agentrl.config.load import Configs, flag_names
 from agentrl.config.schema import (
     GROUPS,
+    AdapterConfig,
     GroupConfig,
     LossConfig,
     MemoryConfig,
+    ModelConfig,
     OptimConfig,
     RunConfig,
+    TaskConfig,
     TraceConfig,
+    TrainConfig,
 )
 from agentrl.config.training import LOSS_PARAMETERS
 from agentrl.errors import ConfigError
@@ -48,6 +52,20 @@ CHANGEABLE = GROUP_RULES | _TRAINING | set(flag_names(LossConfig, OptimConfig, M
 """Flags that may differ from the parent's."""
 _OF_PROCESS = set(flag_names(RunConfig, TraceConfig)) - {"seed", "run_name"} | {"lease_seconds"}
 """Flags of this process, which are not the parent's."""
+_OF_STEPS = set(
+    flag_names(
+        ModelConfig, TaskConfig, GroupConfig, LossConfig, OptimConfig, AdapterConfig, MemoryConfig,
+        TrainConfig,
+    )
+) - {
+    "model_name", "train_file", "eval_file", "skip_bad_lines", "save_steps", "save_total_limit",
+    "published_versions_kept", "keep_every", "publish_wait_seconds", "full_every", "data_wait_seconds",
+    "report_to", "max_bad_steps",
+} | {
+    "seed", "max_staleness", "sync_sampling", "rollout_quantization", "scorer_timeout_seconds",
+    "agent_config_path",
+}  # fmt: skip
+"""Flags on which the numbers of a stored step may depend when it is trained again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +145,16 @@ def parent_configs(stored: Mapping[str, Any], given: Collection[str], here: Conf
     """
     of_process = {name: value for name, value in here.flags.items() if name in _OF_PROCESS}
     return Configs.of(GROUPS, {**stored, **of_process, **_CHILD}, set(given) & set(flag_names(*GROUPS)))
+
+
+def of_steps(configs: Configs) -> dict[str, Any]:
+    """Return the flags that decide what a stored step computes when it is trained again."""
+    own = {name: value for name, value in configs.flags.items() if name in _OF_STEPS}
+    optim = configs[OptimConfig]
+    if optim.lr_scheduler_type.startswith("constant") and not optim.warmup_ratio:
+        # Leave out what only says where the learning rate ends.
+        del own["max_steps"], own["num_train_epochs"]
+    return own
 
 
 def child_configs(parent: Configs, here: Configs) -> Configs:

@@ -94,7 +94,8 @@ class RunAdmin(Repository):
         if holders := await Runs(self._connection).holders(name, alive_seconds):
             raise StoreError(
                 f"run {name!r} is live: {', '.join(holders[:5])}" + (", …" if len(holders) > 5 else ""),
-                hint="stop its processes; the lease of a killed one runs out after --lease_seconds",
+                hint="stop its processes; one that was killed on another machine counts until its heartbeat"
+                " is too old or its lease has run out (--lease_seconds)",
             )
 
     @database_call

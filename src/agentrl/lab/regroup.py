@@ -15,7 +15,7 @@ from pymongo import UpdateOne
 
 from agentrl.data.finalize_group import Decide
 from agentrl.documents.document import plain
-from agentrl.documents.record import ROLE_REWARDS, TURN_REWARDS, Record
+from agentrl.documents.record import ROLE_REWARDS, TURN_REWARDS, Record, judged
 from agentrl.documents.status import ColumnStatus, DataStatus, RecordStatus, SlotStatus, TaskStatus, values
 from agentrl.documents.task import CONVERSATIONS, FEEDBACK, Begin, Task
 from agentrl.errors import StoreError
@@ -300,7 +300,8 @@ class Rescoring(Repository):
         for record in records:
             new = scores[record.id]
             stored = literal({"score": new.score, "details": plain(new.details)})
-            note: list[Json] = [{"$set": {"rescored": stored}}, {"$set": {"rescored.at": "$$NOW"}}]
+            took = {name: {"$sum": [f"${name}", amount]} for name, amount in judged(new.details).items()}
+            note: list[Json] = [{"$set": {"rescored": stored, **took}}, {"$set": {"rescored.at": "$$NOW"}}]
             notes.append(UpdateOne({"_id": record.id}, note))
         await self._collection(RECORD).bulk_write(notes)
 
@@ -331,6 +332,7 @@ def _new_record(record: Record, new: NewScore) -> UpdateOne:
         {
             "$set": {**scored, **seal(RECORD, "score", scored)},
             "$push": {"score_history": plain(earlier)},
+            "$inc": judged(new.details),
             "$currentDate": {"scored_at": True},
         },
     )

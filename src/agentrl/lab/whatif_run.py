@@ -49,7 +49,7 @@ from agentrl.documents.training import (
     readable_checkpoints,
 )
 from agentrl.errors import ConfigError, TrainingError, quoted
-from agentrl.lab.flags import WhatIfConfig, changes, child_configs, parent_configs
+from agentrl.lab.flags import WhatIfConfig, changes, child_configs, of_steps, parent_configs
 from agentrl.lab.rescore import SCORER, Regrouping, regrouping_of
 from agentrl.losses.settings import LossSettings, check_loss
 from agentrl.scoring.groups import ESTIMATORS, GROUP_FILTERS
@@ -365,7 +365,7 @@ def train_again(parent: str, child: str | None, here: Configs) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """Consecutive steps of a run that are trained with the same flags."""
+    """Consecutive steps of a run that are trained with the same flags, as far as these decide a step."""
 
     parent: Configs
     """The flags of the trainer that made them."""
@@ -378,7 +378,7 @@ class Stretch:
     @property
     def flags(self) -> tuple[Any, ...]:
         """What all of its steps have in common."""
-        return self.parent.flags, self.child.flags, self.threads
+        return of_steps(self.parent), of_steps(self.child), self.threads
 
 
 @dataclass(frozen=True, kw_only=True)

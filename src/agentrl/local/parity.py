@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import shutil
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -300,22 +302,33 @@ async def _engine(
 async def started_engine(
     model: ModelConfig, config: EngineConfig, experts: ExpertShape | None = None
 ) -> AsyncIterator[EngineClient]:
-    """Start the engine ``config.engine`` for the block, and yield its client. Call it in the main thread."""
+    """Start the engine ``config.engine`` for the block, and yield its client. Call it in the main thread.
+
+    Its log is kept, and named on stderr, if it ended by itself or an EngineError ends the block.
+    """
     from agentrl.inference.engines.clients import engine_client
     from agentrl.inference.engines.commands import EngineProcess, engine_command, free_port
 
     port = free_port(config.host)
-    with tempfile.TemporaryDirectory(prefix="agentrl-engine-") as folder:
-        command = engine_command(str(model.model_name_or_path), model, config, port)
-        process = EngineProcess(command, Path(folder) / "engine.log")
-        try:
-            async with engine_client(
-                config.engine, f"http://{config.host}:{port}", _GENERATE_SECONDS, experts=experts
-            ) as client:
-                await process.wait_ready(client, config.engine_start_seconds)
-                yield client
-        finally:
-            await process.stop()
+    command = engine_command(str(model.model_name_or_path), model, config, port)
+    folder, is_kept = Path(tempfile.mkdtemp(prefix="agentrl-engine-")), False
+    process = EngineProcess(command, folder / "engine.log")
+    try:
+        async with engine_client(
+            config.engine, f"http://{config.host}:{port}", _GENERATE_SECONDS, experts=experts
+        ) as client:
+            await process.wait_ready(client, config.engine_start_seconds)
+            yield client
+    except EngineError:
+        is_kept = True
+        raise
+    finally:
+        is_kept = is_kept or process.returncode is not None
+        await process.stop()
+        if is_kept:
+            print(f"the log of the engine is kept: {process.log_file}", file=sys.stderr, flush=True)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _sample(

@@ -229,6 +229,8 @@ class Start:
     """Those whose score is above RIGHT."""
     groups: int
     """Finished groups with a signal, ready for the trainer."""
+    trainer: str = ""
+    """What the trainer does, as its lease says; empty without a trainer."""
 
 
 @contextlib.contextmanager
@@ -263,7 +265,7 @@ class StartLines:
     def line(self, state: Start, seconds: float) -> str | None:
         """Return the line for ``state`` after ``seconds``; None if nothing new is worth one."""
         shown = self._shown
-        only_counts = shown is not None and shown.is_serving == state.is_serving
+        only_counts = shown is not None and self._phase(shown) == self._phase(state)
         if state == shown or (only_counts and seconds - self._last_line < LINE_SECONDS):
             return None
         self._shown, self._last_line = state, seconds
@@ -272,11 +274,15 @@ class StartLines:
         if shown is None or not shown.is_serving:
             return f"the engine is ready after {seconds:.0f} s; the samplers begin"
         ready = min(state.groups, self._groups)
+        trainer = f"the trainer is {state.trainer}" if state.trainer else "the trainer has not begun"
         return (
-            f"{'the trainer computes its step' if ready == self._groups else 'sampling'}:"
+            f"{trainer if ready == self._groups else 'sampling'}:"
             f" {state.finished} trajectories have a score, {state.right} of them are right;"
             f" {ready} of {self._groups} groups are ready ({seconds:.0f} s)"
         )
+
+    def _phase(self, state: Start) -> tuple[bool, str | None]:
+        return state.is_serving, state.trainer if state.groups >= self._groups else None
 
 
 async def _tell(
@@ -335,9 +341,11 @@ async def _read_start(store: Store) -> Start:
     scores = [row.score for row in await views.trajectories(split="train") if row.score is not None]
     serving = (ServiceStatus.READY, ServiceStatus.UPDATING, ServiceStatus.LENT)
     counts = await Details(store.connection).groups()
+    lease, at = await store.trainer_lease.read(), await store.connection.server_time()
     return Start(
         is_serving=any(engine.status in serving for engine in engines),
         finished=len(scores),
         right=sum(score > RIGHT for score in scores),
         groups=sum(count.groups - count.abandoned_groups for count in counts),
+        trainer=lease.doing.shown if lease.doing is not None and lease.is_held(at) else "",
     )

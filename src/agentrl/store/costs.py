@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from agentrl.documents.status import TaskStatus
+from agentrl.documents.status import RecordStatus, TaskStatus, values
 from agentrl.store.mechanics.connection import (
     JUDGE_CHECK,
     RECORD,
+    SAMPLER,
     SERVICE,
     STEP,
     TASK,
@@ -24,45 +25,16 @@ if TYPE_CHECKING:
 _HOUR = 3600.0
 
 
-def _values(of: Json | str, name: str) -> Json:
-    """Return the expression of the values of an object; [] for anything else."""
-    is_object = {"$eq": [{"$type": of}, "object"]}
-    values = {"$map": {"input": {"$objectToArray": of}, "as": name, "in": f"$${name}.v"}}
-    return {"$cond": [is_object, values, []]}
-
-
-_SCORINGS: Json = {
-    "$concatArrays": [
-        ["$score_details", {"$ifNull": ["$rescored.details", {}]}],
-        _values("$score_details.parts", "part"),
-        {"$map": {"input": {"$ifNull": ["$score_history", []]}, "as": "old", "in": "$$old.details"}},
-    ]
-}
-"""The details of all scores of a Record: of a sum also those of its parts, and those that were replaced."""
-
-
-def judged(*names: str) -> Json:
-    """Return the expression of what the judges of a Record took, as the sum of these details."""
-    asked = {
-        "$filter": {"input": _SCORINGS, "as": "each", "cond": {"$eq": [{"$type": "$$each.judge"}, "string"]}}
-    }
-    amounts = [{"$sum": {"$map": {"input": asked, "as": "each", "in": f"$$each.{name}"}}} for name in names]
-    return {"$add": amounts}
-
-
-SUMS: Final[Json] = {
-    **{
-        name: {"$sum": f"${name}"}
-        for name in (
-            "input_tokens", "cached_tokens", "generated_tokens", "generate_seconds", "tool_seconds",
-            "api_tokens", "api_cost",
-        )
-    },
-    "judge_tokens": {"$sum": judged("prompt_tokens", "completion_tokens")},
-    "judge_seconds": {"$sum": judged("seconds")},
-    "judge_cost": {"$sum": judged("cost")},
-}  # fmt: skip
+SUMMED: Final = (
+    "input_tokens", "cached_tokens", "generated_tokens", "generate_seconds", "tool_seconds", "api_tokens",
+    "api_cost", "judge_tokens", "judge_seconds", "judge_cost",
+)  # fmt: skip
+"""The fields of a Record that hold what it took."""
+SUMS: Final[Json] = {name: {"$sum": f"${name}"} for name in SUMMED}
 """The $group of Records that adds up what they took."""
+ENDED: Final = values((RecordStatus.SCORED, RecordStatus.READY, RecordStatus.ABANDONED, RecordStatus.FAILED))
+"""Statuses of Records that make no more model calls: an index holds what they took, and none is read."""
+_GOING_ON: Final = values(status for status in RecordStatus if status.value not in ENDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +61,13 @@ class CostShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCosts:
-    """What a run took so far, in all splits; dropped branches and evaluations' own engines do not count."""
+    """What a run took so far, in all splits; dropped branches do not count."""
 
     trajectories: int = 0
     informative_groups: int = 0
     """Groups of which a trajectory was given to training."""
     engine_gpu_seconds: float = 0.0
-    """The time since each engine registered, for each of its GPUs."""
+    """The time since each engine registered, for each of its GPUs; evaluations' own and teachers too."""
     trainer_gpu_seconds: float = 0.0
     """The time of each rank up to the last step; 0 with ``--colocate``, whose device the engine counts."""
     generate_seconds: float = 0.0
@@ -137,25 +109,27 @@ class RunCosts:
 
 
 class Costs(Repository):
-    """Reads what a run takes. It never writes; it reads every Record."""
+    """Reads what a run takes. It never writes; of Records it reads those that go on."""
 
     @database_call
     async def read(self, prices: Prices | None) -> RunCosts:
         """Return the sums, and with ``prices`` the money."""
         lived: Json = {"$divide": [{"$subtract": ["$heartbeat", "$started_at"]}, 1000]}
         engines = {"$multiply": [{"$max": [lived, 0]}, {"$ifNull": ["$gpus", 1]}]}
+        counted_steps = {"inherited": {"$ne": True}, "metrics.gpu_seconds": {"$gt": 0}}
         sums: dict[str, Any] = {
-            "engine_gpu_seconds": await self._sum(SERVICE, {}, engines),
-            "trainer_gpu_seconds": await self._sum(
-                STEP, {"inherited": {"$ne": True}}, "$metrics.gpu_seconds"
-            ),
+            "engine_gpu_seconds": await self._sum(SERVICE, {}, engines)
+            + await self._sum(SAMPLER, {"gpus": {"$gt": 0}}, engines),
+            "trainer_gpu_seconds": await self._sum(STEP, counted_steps, "$metrics.gpu_seconds"),
             "informative_groups": await self._collection(TASK).count_documents(
                 {"split": "train", "status": TaskStatus.COMPLETED.value, "group.trained": {"$gt": 0}}
             ),
         }
         counted = {"$group": {"_id": None, "trajectories": {"$sum": 1}, **SUMS}}
-        for group in await self._aggregate(RECORD, {"$match": WITHOUT_BRANCHES}, counted, {"$unset": "_id"}):
-            sums |= group
+        # Read the ended ones first: one that ends meanwhile is missed once, and never counted twice.
+        for query in ({"status": {"$in": ENDED}}, {"status": {"$in": _GOING_ON}, **WITHOUT_BRANCHES}):
+            for group in await self._aggregate(RECORD, {"$match": query}, counted, {"$unset": "_id"}):
+                sums |= {name: sums.get(name, 0) + amount for name, amount in group.items()}
         for name in ("seconds", "cost"):
             gold = await self._sum(JUDGE_CHECK, {}, {"$sum": f"$scores.{name}"})
             sums[f"judge_{name}"] = sums.get(f"judge_{name}", 0.0) + gold

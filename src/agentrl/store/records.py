@@ -12,7 +12,7 @@ from pymongo.errors import DuplicateKeyError
 
 from agentrl.base.batches import batches
 from agentrl.documents.document import now, plain
-from agentrl.documents.record import Failure, Ownership, Record
+from agentrl.documents.record import Failure, Ownership, Record, judged
 from agentrl.documents.status import (
     RECORD_EDGES,
     SAMPLED,
@@ -419,6 +419,7 @@ class _Score:
         scored = {"score": self.score, "score_details": self.details}
         changes = {
             "$set": {"status": RecordStatus.SCORED.value, **scored, **seal(RECORD, "score", scored)},
+            "$inc": judged(self.details),
             "$currentDate": {"scored_at": True},
         }
         return UpdateOne(query, changes)

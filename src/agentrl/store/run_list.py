@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import OperationFailure, PyMongoError
 
-from agentrl.base.processes import has_ended, owner_of
+from agentrl.base.processes import ProcessIdentity, has_ended, owner_of
 from agentrl.config.schema import RunConfig
 from agentrl.documents.run import (
     FLAGS,
@@ -19,6 +19,7 @@ from agentrl.documents.run import (
     REMARKS,
     SCHEMA,
     TRAINER,
+    InferenceService,
     Relative,
     RunFact,
     TrainerLease,
@@ -237,21 +238,24 @@ class Runs(Repository):
     async def holders(self, name: str, alive_seconds: float) -> list[str]:
         """Return who works on a run of any schema version: its trainer, samplers and live engines.
 
-        The lease of a process that is known to have ended counts no more.
+        Samplers and engines are known by their heartbeats, other processes by their leases; one that is known
+        to have ended counts no more.
         """
         at = await self._connection.server_time()
         database = self._connection.client[name]
         holders = []
         for collection in (LEASE, RUN):
             lease = TrainerLease.from_document(await database[collection].find_one({"_id": TRAINER}) or {})
-            if lease.is_held(at) and not (lease.process is not None and has_ended(lease.process)):
+            if lease.is_held(at) and not _is_dead(lease.process):
                 holders.append(f"trainer {lease.owner} on {lease.host}")
-        for owner in await live_claims(self._connection.beside(name)):
-            process = owner_of(owner)
-            if process is None or not has_ended(process):
-                holders.append(f"sampler {owner}")
-        engines = database[SERVICE].find(_alive(at, alive_seconds), {"url": 1, "host": 1})
-        return holders + [f"engine {engine['url']} on {engine['host']}" async for engine in engines]
+        beside = self._connection.beside(name)
+        claims = await live_claims(beside)
+        samplers = alive_samplers(await Samplers(beside).holding(claims), claims)
+        holders += [f"sampler {sampler}" for sampler in samplers if not _is_dead(owner_of(sampler))]
+        async for engine in database[SERVICE].find(_alive(at, alive_seconds)):
+            if not _is_dead(InferenceService.from_document(engine).process):
+                holders.append(f"engine {engine['url']} on {engine['host']}")
+        return holders
 
 
 def _is_a(value: Any, hint: Any) -> bool:
@@ -271,6 +275,10 @@ def _is_a(value: Any, hint: Any) -> bool:
         return isinstance(value, hint)
     hints = get_type_hints(hint)
     return type(value) is hint and all(_is_a(getattr(value, name), hints[name]) for name in hints)
+
+
+def _is_dead(process: ProcessIdentity | None) -> bool:
+    return process is not None and has_ended(process)
 
 
 def _alive(at: datetime, alive_seconds: float) -> Json:

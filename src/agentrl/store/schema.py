@@ -55,6 +55,7 @@ from agentrl.documents.training import DBRecordData, TokenStatistics, TrainStep
 from agentrl.errors import SchemaVersionError, StoreError
 from agentrl.scoring.evaluation import LIMIT
 from agentrl.scoring.groups import FAILED
+from agentrl.store.costs import ENDED, SUMMED
 from agentrl.store.epochs import ANY_LEVEL, LEVEL
 from agentrl.store.mechanics import connection
 from agentrl.store.mechanics.connection import Json, insert_if_missing
@@ -233,6 +234,7 @@ INDEXES: dict[str, list[IndexModel]] = {
         _index("group.counted_at_step", where={"group.counted_at_step": {"$gt": 0}}),
         _index("group.kept_as_trained", where={"group.kept_as_trained": True}),
         _index("group.outcome", where={"group.outcome": FAILED}),
+        _index("split", "status", "group.trained", where={"group.trained": {"$gt": 0}}),
     ],
     connection.RECORD: [
         _index("task", "traj_id", "attempt"),
@@ -243,7 +245,9 @@ INDEXES: dict[str, list[IndexModel]] = {
         _index("split", "min_version", where={"min_version": {"$gte": 0}}),
         # Index only what has two owners: a screen sums up those that went on in another process.
         _index("owners.1.attempt", where={"owners.1.attempt": {"$gt": 0}}),
-        _index("answer_seen_in", where={"answer_seen_in": {"$gt": ""}}),
+        _index("answer_seen_in", "_id", where={"answer_seen_in": {"$gt": ""}}),
+        # Index only what no model call changes any more: else each call would write the index.
+        _index("status", *SUMMED, where={"status": {"$in": ENDED}}),
     ],
     connection.MODEL_CALL: [
         _index("record", "index", unique=True),
@@ -278,7 +282,11 @@ INDEXES: dict[str, list[IndexModel]] = {
         _index("record", "after"),
         _index("record", "answer_id"),
     ],
-    connection.STEP: [_index("step", unique=True, where=_ACTIVE_STEPS), _index("status", "step")],
+    connection.STEP: [
+        _index("step", unique=True, where=_ACTIVE_STEPS),
+        _index("status", "step"),
+        _index("inherited", "metrics.gpu_seconds", where={"metrics.gpu_seconds": {"$gt": 0}}),
+    ],
 }
 
 

@@ -130,16 +130,18 @@ class Samplers(Repository):
 
     @database_call
     async def beat(
-        self, sampler_id: str, *, host: str, pid: int, is_draining: bool, doing: Doing | None = None
-    ) -> str | None:
+        self, sampler_id: str, *, host: str, pid: int, is_draining: bool, doing: Doing | None = None,
+        gpus: int = 0,
+    ) -> str | None:  # fmt: skip
         """Send a heartbeat with what it does; return who asked the sampler to drain, None if nobody has.
 
-        The first heartbeat registers it.
+        The first heartbeat registers it. With ``gpus`` it is counted, and never listed.
         """
         began: Json = {"$ifNull": ["$draining_at", "$$NOW" if is_draining else None]}
         fields = {
             "host": literal(host), "pid": pid, "started_at": {"$ifNull": ["$started_at", "$$NOW"]},
             "heartbeat": "$$NOW", "draining_at": began, "ended_at": None, "doing": literal(plain(doing)),
+            "gpus": gpus,
         }  # fmt: skip
         stored = await self._collection(SAMPLER).find_one_and_update(
             {"_id": sampler_id}, [{"$set": fields}], upsert=True, return_document=ReturnDocument.AFTER
@@ -166,7 +168,8 @@ class Samplers(Repository):
     @database_call
     async def holding(self, claims: Mapping[str, int]) -> list[ListedSampler]:
         """Return the samplers that have not ended, with the numbers of ``live_claims``, by name."""
-        found = await self._all(SamplerProcess, SAMPLER, {"ended_at": None}, sort=[("_id", ASCENDING)])
+        listed: Json = {"ended_at": None, "gpus": {"$in": [0, None]}}
+        found = await self._all(SamplerProcess, SAMPLER, listed, sort=[("_id", ASCENDING)])
         # Ask for the time last: a heartbeat that comes meanwhile would lie in the future.
         at = await self._connection.server_time()
         return [

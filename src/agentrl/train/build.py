@@ -39,7 +39,7 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.settings import LossSettings
 from agentrl.model.check_model import check_model
 from agentrl.model.flops import Precision, device_peak
-from agentrl.model.load import Policy, disable_dropout, empty_model, load_model
+from agentrl.model.load import Policy, disable_dropout, empty_model, load_model, load_policy
 from agentrl.model.norms import fuse_norms
 from agentrl.train.optimizer import build_optimizer, build_scheduler, freeze
 from agentrl.train.step import FrozenLogprobs, PolicyTrainer, Reference
@@ -130,6 +130,24 @@ def build_trainer(
         recorded_tokens=int(train.token_statistics_mib * 2**20) // BYTES_PER_TOKEN,
         replay=replay,
     )
+
+
+def require_buildable(configs: Configs, world: World) -> None:
+    """Raise ModelError or ConfigError for flags that ``build_trainer`` refuses. Reads no weights.
+
+    Call it before a run is begun.
+    """
+    adapter, memory, train = configs[AdapterConfig], configs[MemoryConfig], configs[TrainConfig]
+    flags, optim = configs[ModelConfig], configs[OptimConfig]
+    check_flags(plan_layout(train, world.size), adapter, memory)
+    checkpointing_mode(memory, train.gradient_checkpointing)
+    if flags.reference_model is not None and LossSettings.of_run(configs).needs_reference:
+        base_folder(replace(flags, model_name_or_path=flags.reference_model))
+    if train.max_steps > 0:  # else the tasks say how many steps there are
+        nothing = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+        build_scheduler(nothing, optim, train.max_steps)
+    if adapter.lora_rank or optim.freeze is not None:
+        freeze(load_policy(flags, adapter=adapter, is_empty=True).model, optim.freeze)
 
 
 def build_reference(

@@ -79,9 +79,9 @@ def check_output(output: Path, kept: KeptFiles, others: Sequence[Path] = ()) -> 
     ``others`` are more folders that must be writable. The newest checkpoints and versions in ``output`` count
     as free space, since they are deleted before the limits are exceeded.
     """
-    for folder in (output, output / "weights", *others):
-        _require_writable(folder)
-    free = shutil.disk_usage(output).free
+    # Ask before anything is made: a start that is refused leaves no folder.
+    there = next(path for path in (output, *output.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
     present = _size(_newest(output, "checkpoint-*", kept.checkpoints))
     present += _size(_newest(output / "weights", "v*", kept.versions))
     logger.info("%s keeps %s; %s are free", output, kept, amount(free))
@@ -92,6 +92,8 @@ def check_output(output: Path, kept: KeptFiles, others: Sequence[Path] = ()) -> 
             hint="free space, lower --published_versions_kept or --save_total_limit, or give another"
             " --output_dir",
         )
+    for folder in (output, output / "weights", *others):
+        _require_writable(folder)
 
 
 def model_bytes(folder: Path, bytes_per_parameter: int) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from agentrl.base.atomic_folder import remove_leftovers
 from agentrl.base.device_lease import DeviceLease, leased_devices
+from agentrl.base.folder_owner import foreign, read_owner
 from agentrl.base.processes import REPEATED_SECONDS
 from agentrl.config.agreement import trainer_settings
 from agentrl.config.load import Configs
@@ -48,10 +49,10 @@ from agentrl.observe.begin_run import begin_files, begin_model, begin_run, resol
 from agentrl.observe.progress import StepView
 from agentrl.observe.tracing import tracing
 from agentrl.observe.trackers import open_trackers
-from agentrl.store.client import Store, open_store
+from agentrl.store.client import Store, open_store, run_exists
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train import checkpoint
-from agentrl.train.build import build_trainer
+from agentrl.train.build import build_trainer, require_buildable
 from agentrl.train.controller import Controller, follow, lead
 from agentrl.train.disk_space import check_output, retention
 from agentrl.train.folders import RunFolders, place_of, run_folders
@@ -113,12 +114,12 @@ async def _train(configs: Configs, world: World, last: int | None) -> bool:
     stop, run, train = _stop_on_signals(), configs[RunConfig], configs[TrainConfig]
     precision = await asyncio.to_thread(step_precision, configs[ModelConfig], train, world)
     with retry_outages(run.db_wait_seconds, stop):
-        store, folders, flags = await _join(configs, precision, is_agreed=last is None)
+        store, folders, flags = await _join(configs, world, precision, is_agreed=last is None)
         async with store, hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease:
             # Ask under the lease: what is trained from half-withdrawn data, no later call finds.
             await store.withdrawals.require_deleted()
             found, steps = await _choose_checkpoint(store, configs, folders)
-            await asyncio.to_thread(_prepare_folders, configs, folders)
+            await asyncio.to_thread(_remove_leftovers, folders)
             await lease.record_output(place_of(folders.output))
             # Take it before the model is built there: until then an engine holds its memory.
             device = await _take_device(configs)
@@ -183,15 +184,28 @@ async def _take_device(configs: Configs) -> DeviceLease | None:
     return lease
 
 
-def _prepare_folders(configs: Configs, folders: RunFolders) -> None:
-    """Check that what the run keeps fits the disk, and remove what killed processes left."""
-    model = configs[ModelConfig]
+def _require_unclaimed(configs: Configs) -> None:
+    """Raise ConfigError if an output folder is another run's. Call it for a new run, which owns none."""
+    run = configs[RunConfig]
+    roots = run.checkpoint_roots(configs[TrainConfig].fallback_output_dir)
+    for root, flag in zip(roots, ("--output_dir", "--fallback_output_dir"), strict=False):
+        if (found := read_owner(root)) is not None:
+            raise foreign(str(root), found, f"run {run.run_name!r}, which is new", flag)
+
+
+def _check_disk(configs: Configs) -> None:
+    """Check that what the run keeps fits the disk."""
+    model, train = configs[ModelConfig], configs[TrainConfig]
     is_adapter = configs[AdapterConfig].lora_rank > 0
-    kept = retention(base_folder(model), _dtype(model), configs[TrainConfig], is_adapter=is_adapter)
-    output, *others = folders.roots
+    kept = retention(base_folder(model), _dtype(model), train, is_adapter=is_adapter)
+    output, *others = configs[RunConfig].checkpoint_roots(train.fallback_output_dir)
     check_output(output, kept, others)
+
+
+def _remove_leftovers(folders: RunFolders) -> None:
+    """Remove what killed processes left."""
     local = [] if is_remote(folders.versions) else [Path(folders.versions)]
-    for folder in (output, *others, output / "weights", *local):
+    for folder in (*folders.roots, folders.output / "weights", *local):
         remove_leftovers(folder)
 
 
@@ -301,7 +315,7 @@ def _stream(store: Store, configs: Configs, controller: Controller, progress: Pr
 
 
 async def _join(
-    configs: Configs, precision: Precision, *, is_agreed: bool
+    configs: Configs, world: World, precision: Precision, *, is_agreed: bool
 ) -> tuple[Store, RunFolders, RunSettings]:
     """Open the run's store, find its folders, and resolve the flags.
 
@@ -320,6 +334,10 @@ async def _join(
             configs[EngineConfig].rollout_quantization, loss.old_logprobs, loss.importance_correction,
         )  # fmt: skip
     settings = trainer_settings(configs, loss)
+    if not await run_exists(configs[RunConfig]):
+        await asyncio.to_thread(_require_unclaimed, configs)
+        await asyncio.to_thread(require_buildable, configs, world)
+    await asyncio.to_thread(_check_disk, configs)
     store = await open_store(configs[RunConfig])
     try:
         train = configs[TrainConfig]

@@ -91,6 +91,7 @@ async def test_a_folder_scores_the_students_ids_and_its_likeliest_others(
 ) -> None:
     folder = write_tiny_policy(tmp_path / "teacher", seed=3)
     assert await teach(store, Teaching(FolderTeacher(folder), top_logprobs=4)) == 2
+    assert await store.database["SamplerProcess"].distinct("gpus") == [1], "costs count its time"
     assert await finalizer.run_waiting() == 1
     data = await store.training.fetch([item.id for item in await ready_data(store, "train")])
     columns = forest_from_data(data).columns

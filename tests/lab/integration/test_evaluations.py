@@ -278,6 +278,8 @@ async def test_published_versions_are_followed_on_an_own_engine_and_the_best_one
     assert await store.database["DBRecordData"].count_documents({}) == 0
     assert await store.database["Admission"].find_one() == gate
     assert await store.database["InferenceService"].count_documents({}) == 0
+    (counted,) = await store.database["SamplerProcess"].find().to_list()
+    assert (counted["gpus"], counted["ended_at"] >= counted["heartbeat"]) == (1, True)
     assert [line for line in await violations(store) if "PolicyVersion" not in line] == []
 
     await store.database["Evaluation"].update_one(

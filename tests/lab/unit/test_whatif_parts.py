@@ -15,8 +15,8 @@ from agentrl.data.stream import StepData
 from agentrl.documents.model_call import pack_halves
 from agentrl.documents.training import TokenSpan, TokenStatistics, statistics_key
 from agentrl.errors import ConfigError
-from agentrl.lab.flags import WhatIfConfig, check_flags, child_configs, parent_configs
-from agentrl.lab.whatif_run import _require_usable, token_weights
+from agentrl.lab.flags import WhatIfConfig, check_flags, child_configs, of_steps, parent_configs
+from agentrl.lab.whatif_run import Stretch, _require_usable, token_weights
 from agentrl.losses.settings import LossSettings
 
 
@@ -46,6 +46,30 @@ def test_a_what_if_refuses_an_age_that_drops_nothing() -> None:
         with pytest.raises(ConfigError, match="--max_staleness without a --staleness_policy that reads it"):
             _require_usable(unread, {"max_staleness"})
     _require_usable(parsed("--max_staleness", "3", "--staleness_policy", "mask"), {"max_staleness"})
+
+
+@pytest.mark.parametrize(
+    ("words", "splits"),
+    [
+        ("--max_steps 8 --save_steps 7 --report_to none --model_name m --train_file t.jsonl", False),
+        ("--max_turns 3 --max_new_tokens 9 --engine_wait_seconds 700 --inf_tp_size 2 --max_cost 4", False),
+        ("--learning_rate 1e-3", True),
+        ("--seed 9", True),
+        ("--rollout_quantization fp8", True),
+        ("--max_steps 8 --warmup_ratio 0.1", True),
+        ("--advantage_whitening batch", True),
+    ],
+)
+def test_only_flags_that_change_a_step_divide_the_steps(words: str, splits: bool) -> None:
+    one, other = (
+        Stretch(parent=item, child=item, threads=1, last=2) for item in (parsed(), parsed(*words.split()))
+    )
+    assert (one.flags != other.flags) is splits
+
+
+def test_the_end_of_a_schedule_divides_the_steps_where_the_rate_falls_to_it() -> None:
+    linear = [of_steps(parsed("--lr_scheduler_type", "linear", "--max_steps", end)) for end in ("8", "9")]
+    assert linear[0] != linear[1]
 
 
 def test_weights_are_those_of_the_reduced_loss_and_clipped_tokens_have_none() -> None:

@@ -16,6 +16,7 @@ from typing import TypeVar
 import pytest
 from tiny_policy import write_tiny_policy
 
+from agentrl.base.folder_owner import Owner, claim
 from agentrl.base.processes import Ending, identify
 from agentrl.cli.main import main
 from agentrl.config.schema import RunConfig
@@ -174,7 +175,7 @@ def without_weights(tmp_path: Path) -> Path:
         (["sample"], ["--model_name_or_path", "/nowhere"], "/nowhere is not a folder"),
         (["sample"], ["--train_file", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["train"], ["--model_name_or_path", "/nowhere"], "/nowhere is not a folder"),
-        (["serve"], ["--model_name_or_path", "/nowhere"], "/nowhere is not a model folder"),
+        (["serve"], ["--model_name_or_path", "/nowhere"], "/nowhere is not a folder"),
         (["gateway"], ["--model_name_or_path", "/nowhere"], "/nowhere is not a folder"),
         (["launch", "train"], ["--engine", "sglang"], "sglang is not installed"),
         (["launch", "train"], ["--report_to", "wandb"], "pip install no_such_library"),
@@ -188,6 +189,22 @@ def without_weights(tmp_path: Path) -> Path:
         (["launch", "train"], ["--resume_from_checkpoint", "/nowhere"], "/nowhere is not a checkpoint"),
         (["train"], ["--resume_from_checkpoint", "/nowhere"], "/nowhere is not a checkpoint"),
         (["train"], ["--optim_args", "beta3=1"], "beta3"),
+        (["train"], ["--freeze", "nothing"], "finds none of the model's"),
+        (["train"], ["--lr_scheduler_kwargs", "{x", "--max_steps", "3"], "--lr_scheduler_kwargs is '{x'"),
+        (["train"], ["--kl_coef", "0.1", "--reference_model", "/nowhere"], "/nowhere is not a folder"),
+        (["train"], ["--output_dir", "TAKEN_FOLDER"], "belongs to run 'other'"),
+        (
+            ["train"],
+            ["--lora_rank", "2", "--lora_target_modules", "nothing"],
+            "matches no layer of the model",
+        ),
+        (["train"], ["--activation_offload", "true"], "only what full saves is moved"),
+        (["train"], ["--published_versions_kept", "9" * 12], "free, and the run keeps"),
+        (
+            ["serve"],
+            ["--engine_url", "http://127.0.0.1:9", "--engine_start_seconds", "1"],
+            "no engine is ready",
+        ),
         (["serve"], ["--engine", "sglang"], "sglang is not installed"),
         (["serve"], ["--model_name_or_path", "EMPTY"], "has no weights"),
         (["gateway"], ["--chat_template", "/nowhere.jinja"], "/nowhere.jinja"),
@@ -206,14 +223,16 @@ def test_a_failed_start_leaves_no_run(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("AGENTRL_SGLANG_VENV", "/nowhere")
     monkeypatch.setitem(trackers._LIBRARIES, "wandb", "no_such_library")
+    claim(tmp_path / "other", Owner(run="other", id="1", server="s"), "--output_dir")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         named = {
             "EMPTY": str(without_weights(tmp_path)), "TASKS": str(tmp_path / "tasks.jsonl"),
-            "TAKEN": str(taken.getsockname()[1]),
+            "TAKEN": str(taken.getsockname()[1]), "TAKEN_FOLDER": str(tmp_path / "other"),
         }  # fmt: skip
         model = [] if "--model_name_or_path" in words else ["--model_name_or_path", str(tmp_path / "model")]
         code = main([*command, *flags, *model, *(named.get(word, word) for word in words)])
-    assert code == (1 if "there is no run" in message else 2)
+    assert code == (1 if message in ("there is no run", "no engine is ready") else 2)
     assert message in capsys.readouterr().err
     assert started == []
     assert not asyncio.run(run_exists(run_config))
+    assert not Path(run_config.output_dir or "").joinpath("weights").exists()

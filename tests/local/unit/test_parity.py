@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from agentrl.errors import ConfigError
+from agentrl.config.schema import EngineConfig, ModelConfig
+from agentrl.errors import ConfigError, EngineError
+from agentrl.inference.engines import commands
+from agentrl.inference.engines.commands import EngineCommand
 from agentrl.local import parity
-from agentrl.local.parity import BFLOAT16_LIMIT, MEAN_LIMIT, ParityDifference, encode_prompts, render
+from agentrl.local.parity import (
+    BFLOAT16_LIMIT,
+    MEAN_LIMIT,
+    ParityDifference,
+    encode_prompts,
+    render,
+    started_engine,
+)
+
+SERVES = """
+import http.server, sys
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
+"""
 
 
 def test_the_difference_is_absolute_over_all_tokens() -> None:
@@ -83,3 +106,29 @@ def test_prompts_are_as_many_as_asked_and_all_different() -> None:
 def test_wrong_flags_are_config_errors(argv: list[str]) -> None:
     with pytest.raises(ConfigError):
         parity.main(argv)
+
+
+async def _start_and_stop(folder: Path) -> None:
+    async with started_engine(ModelConfig(model_name_or_path=str(folder)), EngineConfig()):
+        pass
+
+
+@pytest.mark.parametrize(("code", "is_kept"), [("raise SystemExit('no memory')", True), (SERVES, False)])
+def test_the_log_of_an_engine_is_kept_if_an_error_names_it(
+    code: str, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def command(folder: str, model: ModelConfig, config: EngineConfig, port: int) -> EngineCommand:
+        return EngineCommand([sys.executable, "-c", code, str(port)])
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(commands, "engine_command", command)
+    if not is_kept:
+        asyncio.run(_start_and_stop(tmp_path))
+        assert not list(tmp_path.iterdir())
+        return
+    with pytest.raises(EngineError, match="no memory") as caught:
+        asyncio.run(_start_and_stop(tmp_path))
+    (log,) = tmp_path.glob("agentrl-engine-*/engine.log")
+    assert caught.value.hint == f"see {log}"
+    assert f"the log of the engine is kept: {log}" in capsys.readouterr().err

@@ -282,9 +282,12 @@ def test_a_start_is_told_by_changes_and_counts_at_most_every_few_seconds():
     assert lines.line(Start(True, 3, 1, 0), 9.0) is None
     late = lines.line(Start(True, 12, 3, 1), 8.0 + LINE_SECONDS)
     assert "12 trajectories have a score, 3 of them are right; 1 of 4 groups are ready" in late
-    trained = lines.line(Start(True, 40, 9, 5), 8.0 + 2 * LINE_SECONDS)
-    assert trained.startswith("the trainer computes its step")
-    assert lines.line(Start(True, 40, 9, 5), 8.0 + 4 * LINE_SECONDS) is None
+    loads = lines.line(Start(True, 38, 9, 4, "starting"), 9.0 + LINE_SECONDS)
+    assert loads.startswith("the trainer is starting: 38 trajectories")
+    trained = lines.line(Start(True, 40, 9, 5, "training step 1"), 10.0 + LINE_SECONDS)
+    assert trained.startswith("the trainer is training step 1: 40 trajectories")
+    assert lines.line(Start(True, 41, 9, 5, "training step 1"), 11.0 + LINE_SECONDS) is None
+    assert lines.line(Start(True, 40, 9, 5, "training step 1"), 8.0 + 4 * LINE_SECONDS) is None
 
 
 def row(number: int, score: float | None, tokens: int) -> TrajectoryRow:

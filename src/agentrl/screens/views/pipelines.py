@@ -24,7 +24,6 @@ from agentrl.documents.status import (
     values,
 )
 from agentrl.documents.task import task_key
-from agentrl.store.costs import judged
 from agentrl.store.mechanics.connection import DATA, MODEL_CALL, RECORD, STEP, TASK, VERSION, Json
 
 
@@ -342,8 +341,8 @@ TRAJECTORIES: list[Json] = [
         seconds=seconds("$created_at", "$scored_at"),
         generate_seconds={"$ifNull": ["$generate_seconds", 0.0]},
         tool_seconds={"$ifNull": ["$tool_seconds", 0.0]},
-        judge_seconds=judged("seconds"),
-        api_cost={"$add": [{"$ifNull": ["$api_cost", 0.0]}, judged("cost")]},
+        judge_seconds={"$ifNull": ["$judge_seconds", 0.0]},
+        api_cost={"$sum": ["$api_cost", "$judge_cost"]},
         owners={"$size": {"$ifNull": ["$owners", []]}},
         saved_turns={"$sum": "$owners.replayed"},
         saved_tokens={"$sum": "$owners.tokens"},

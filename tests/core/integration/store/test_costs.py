@@ -12,9 +12,12 @@ import pytest
 from rollout_fakes import FakeTools
 from small_run import add_task, build, call, claim
 from test_sampling import Setting, right_then_wrong, task
+from waiting import until
 
+from agentrl.base.concurrency import end_tasks
+from agentrl.columns.pool import count_gpus
 from agentrl.documents.model_call import BrowseCall, Condensed, FixedModelCall, Spent, ToolExecution
-from agentrl.documents.record import Record
+from agentrl.documents.record import Record, judged
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import task_key
@@ -23,7 +26,7 @@ from agentrl.llm.agent_config import Prices
 from agentrl.rollout import setup
 from agentrl.rollout.setup import CostLimit
 from agentrl.store.client import Store
-from agentrl.store.costs import Costs
+from agentrl.store.costs import _GOING_ON, ENDED, SUMS, Costs
 from agentrl.store.model_calls import counts_of
 from agentrl.tools.tool import ToolResult
 
@@ -107,6 +110,48 @@ async def test_the_sums_of_a_run_and_its_money(store: Store, tmp_path: Path) -> 
     assert (run.of, run.api_cost, group.of) == ("run", 2.0, "informative group")
     assert group.total == pytest.approx((priced.total or 0) / 2)
     assert trajectory.gpu_seconds == pytest.approx(9000 / costs.trajectories)
+
+
+async def test_of_ended_trajectories_costs_read_an_index_alone(store: Store, tmp_path: Path) -> None:
+    await build(store, tmp_path)
+    going_on = await store.database["Record"].count_documents({"status": {"$in": _GOING_ON}})
+    sums = {"$group": {"_id": None, **SUMS}}
+    for query, read in (({"status": {"$in": ENDED}}, 0), ({"status": {"$in": _GOING_ON}}, going_on)):
+        command = {"aggregate": "Record", "pipeline": [{"$match": query}, sums], "cursor": {}}
+        plan = await store.database.command({"explain": command, "verbosity": "executionStats"})
+        text = str(plan)
+        assert "COLLSCAN" not in text
+        assert f"'totalDocsExamined': {read}" in text
+    seen = {"$match": {"answer_seen_in": {"$gt": ""}}}
+    by_tool = {"$group": {"_id": "$answer_seen_in", "record": {"$max": "$_id"}}}
+    command = {"aggregate": "Record", "pipeline": [seen, by_tool], "cursor": {}}
+    plan = await store.database.command({"explain": command, "verbosity": "queryPlanner"})
+    assert "'FETCH'" not in str(plan)
+    assert "COLLSCAN" not in str(plan)
+
+
+async def test_a_teacher_and_the_engine_of_an_evaluation_cost_what_engines_do_and_are_no_samplers(
+    store: Store,
+) -> None:
+    counting = asyncio.create_task(count_gpus(store, 2))
+    processes = store.database["SamplerProcess"]
+    await until(lambda: processes.count_documents({}))
+    await end_tasks(counting)
+    hour = [{"$set": {"started_at": {"$subtract": ["$heartbeat", 3_600_000]}, "ended_at": None}}]
+    await processes.update_one({}, hour)
+    assert (await Costs(store.connection).read(None)).engine_gpu_seconds == 7200.0
+    assert await store.samplers.all() == []
+    assert (await store.services.liveness("train", 60.0)).samplers == {}
+
+
+def test_the_judges_of_the_parts_of_a_score_are_counted() -> None:
+    paid = {"judge": "j", "prompt_tokens": 3, "completion_tokens": 2, "seconds": 0.5, "cost": 0.25}
+    own = {"judge": 3, "seconds": 9.0}
+    broken = {"judge": "j", "seconds": float("nan"), "prompt_tokens": "many", "cost": None}
+    parts = {"a": paid, "b": own, "c": broken, "d": 1.0}
+    sums = {"judge_tokens": 10, "judge_seconds": 1.0, "judge_cost": 0.5}
+    assert judged({**paid, "parts": parts}) == sums
+    assert judged({"parts": [paid]}) == {"judge_tokens": 0, "judge_seconds": 0, "judge_cost": 0}
 
 
 async def test_a_run_without_anything_costs_nothing(store: Store) -> None:

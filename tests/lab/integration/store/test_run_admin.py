@@ -124,6 +124,29 @@ async def test_the_leases_of_dead_processes_keep_no_run(store: Store, run_config
     assert not await run_exists(run_config)
 
 
+async def test_samplers_and_engines_keep_a_run_by_their_heartbeats(
+    store: Store, run_config: RunConfig
+) -> None:
+    """One that was killed on another machine does not, while its claims are leased; an idle one does."""
+    owner, dead = await asyncio.to_thread(_of_a_dead_process)
+    name, samplers = run_config.run_name, store.database["SamplerProcess"]
+    await store.tasks.load(make_tasks(2))
+    for holder in ("node9-7-0a1b2c", "node9-7-0a1b2c-scoring", f"{owner}-scoring"):
+        assert await store.claims.claim(split="train", owner=holder, lease_seconds=3600.0) is not None
+    for sampler in ("node9-7-0a1b2c", owner):
+        await store.samplers.beat(sampler, host="node9", pid=7, is_draining=False)
+    engine = InferenceService(id="e", url="u", engine="vllm", model="m", host="h", pid=1, process=dead)
+    await store.services.register(engine)
+    assert await Runs(store.connection).holders(name, 30.0) == ["sampler node9-7-0a1b2c"]
+    await samplers.update_many({}, [{"$set": {"heartbeat": {"$subtract": ["$$NOW", 60_000]}}}])
+    assert await Runs(store.connection).holders(name, 30.0) == []
+    await store.samplers.beat("node8-9-0a1b2c", host="node8", pid=9, is_draining=False)
+    with pytest.raises(StoreError, match="is live: sampler node8-9-0a1b2c"):
+        await agentrl_runs(run_config, "rm", name, "--yes")
+    await store.samplers.end("node8-9-0a1b2c")
+    assert await agentrl_runs(run_config, "rm", name, "--yes") == 0
+
+
 async def test_rm_asks_and_deletes_the_database_and_the_folder(
     store: Store, run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -94,6 +94,17 @@ async def test_the_filters_that_are_folded_are_open_when_one_is_set(client: http
     assert 'name="text"' in shown
 
 
+async def test_trajectories_are_filtered_by_the_tool_that_had_the_answer(
+    client: httpx2.AsyncClient, store: Store
+) -> None:
+    await store.database["Record"].update_one({"_id": TRAINED}, {"$set": {"answer_seen_in": "search"}})
+    text = await page(client, "trajectories?answer_seen_in=search")
+    assert text.count("data-row") == 1
+    assert f"trajectories/{TRAINED}" in text
+    assert re.search(r'<details open>.*name="answer_seen_in" value="search"', text, re.DOTALL)
+    assert (await page(client, "trajectories?answer_seen_in=sear")).count("data-row") == 0
+
+
 async def test_a_conversation_comes_before_what_is_known_of_it(client: httpx2.AsyncClient) -> None:
     text = await page(client, f"trajectories/{HOSTILE}")
     found = [

@@ -75,7 +75,7 @@ async def test_who_sampled_a_trajectory_is_a_row_each_and_summed_up(store: Store
     one, two = rows[f"{first.record_id}@1"], rows[f"{first.record_id}@2"]
     assert (one["ended"], one["saved_turns"], one["kept_as"]) == ("released", 0, None)
     assert one["host"] is None
-    named = {"owners.0.owner": "node-a-71-0a1b2c"}
+    named = {"owners.0.owner": "node-a-71.8834411.1f0c9ae0.77aa00bb"}
     await store.database["Record"].update_one({"_id": first.record_id}, {"$set": named})
     row = await store.database["audit_owners"].find_one({"_id": f"{first.record_id}@1"})
     assert row["host"] == host_of(row["owner"]) == "node-a"
