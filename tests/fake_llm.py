@@ -48,6 +48,7 @@ class FakeLLM:
     most_under_way: int = 0
     seconds: float = 0.0
     """How long a reply takes."""
+    has_usage: bool = True
     tool_calls: list[list[dict[str, Any]]] = field(default_factory=list)
     """The tool calls of the next replies."""
     folder: Path | None = None
@@ -121,7 +122,8 @@ class FakeLLM:
         if reply == NO_CHOICES:
             return await self._send(writer, 200, b'{"error": "overloaded"}')
         calls = self.tool_calls.pop(0) if self.tool_calls else []
-        return await self._send(writer, 200, completion(reply, tool_calls=calls))
+        body = completion(reply, tool_calls=calls)
+        return await self._send(writer, 200, body if self.has_usage else body.replace(b'"usage"', b'"used"'))
 
     async def _send(
         self, writer: asyncio.StreamWriter, status: int, body: bytes, kind: str = "application/json",

@@ -90,13 +90,14 @@ def start_child(
     env: Mapping[str, str] | None = None,
     is_guarded: bool = False,
     pass_fds: Sequence[int] = (),
+    cwd: Path | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` in a session of its own; the kernel sends it SIGTERM when this thread ends.
 
     Call it from a long-lived thread: the kernel watches the thread that started the child, not the process.
     stdout and stderr are appended to ``log``; with None they are those of this process. With ``is_guarded``
     the whole session is killed when this thread ends, including processes that ``command`` started. The file
-    descriptors ``pass_fds`` stay open in the child.
+    descriptors ``pass_fds`` stay open in the child, which runs in the folder ``cwd``.
     """
     parent = os.getpid()
 
@@ -118,7 +119,7 @@ def start_child(
         return subprocess.Popen(
             words, env=env, stdin=subprocess.DEVNULL, stdout=sink,
             stderr=None if sink is None else subprocess.STDOUT, start_new_session=True,
-            preexec_fn=bind_to_parent, pass_fds=pass_fds,
+            preexec_fn=bind_to_parent, pass_fds=pass_fds, cwd=cwd,
         )  # fmt: skip
 
 

@@ -31,7 +31,14 @@ from agentrl.environments.environment import use_containers
 from agentrl.observe.progress import progress
 from agentrl.observe.terminal import clean, print_json
 from agentrl.rollout.load_tasks import read_source
-from agentrl.scoring.answers import leaked_in, normalized_text, unchecked, word_runs
+from agentrl.scoring.answers import (
+    COPIED_WORDS,
+    copied_words,
+    leaked_in,
+    normalized_text,
+    unchecked,
+    word_runs,
+)
 
 SOURCE = (
     "a JSONL, JSON, Parquet, CSV or Arrow file, FOLDER[:SPLIT], hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], a"
@@ -177,7 +184,9 @@ async def check(arguments: argparse.Namespace) -> int:
         )
         _lines("", [f"train {pair['train']} = eval {pair['eval']}" for pair in leaked["examples"]])
         near = leaked["near"]
-        _line("", f"{near['tasks']} more have half of their runs of {RUN_WORDS} words from one training task")
+        _line(
+            "", f"{near['tasks']} more have half of their runs of {COPIED_WORDS} words from one training task"
+        )
         _lines("", [f"train {pair['train']} ≈ eval {pair['eval']}" for pair in near["examples"]])
     print("→ this would not load" if stops else "→ this loads")
     return int(stops)
@@ -296,7 +305,6 @@ def _said(task: Task) -> str:
     return "".join([*(str(item.get("content") or "") for item in task.messages), task.query])
 
 
-RUN_WORDS: Final = 8
 _COMMON = 10
 """Held-out tasks from which on a run of words that they share is their instruction."""
 
@@ -338,7 +346,8 @@ class Overlaps:
 def _hashed_runs(question: str) -> set[int]:
     """Return hashes, which differ from process to process, of the runs of words; of fewer words none."""
     text = normalized_text(question)
-    return set() if text.count(" ") < RUN_WORDS - 1 else set(map(hash, word_runs(text, RUN_WORDS)))
+    words = copied_words(text)
+    return set() if text.count(" ") < words - 1 else set(map(hash, word_runs(text, words)))
 
 
 def _hash(text: str) -> int:

@@ -66,12 +66,12 @@ def read_gold(path: str | None) -> GoldSlice | None:
     if path is None:
         return None
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--judge_gold {path} cannot be read: {error}", hint=_HINT) from error
-    rows = [
-        _row(line, f"{path}:{number}") for number, line in enumerate(text.splitlines(), 1) if line.strip()
-    ]
+    # Not splitlines: JSON may hold U+2028 and U+0085 as they are.
+    lines = enumerate(text.split("\n"), 1)
+    rows = [_row(line, f"{path}:{number}") for number, line in lines if line.strip()]
     if not 0 < len(rows) <= MAX_GOLD:
         raise ConfigError(
             f"--judge_gold {path} has {len(rows)} rows, and may have 1 to {MAX_GOLD}",
@@ -114,7 +114,7 @@ async def watch_gold(store: Store, gold: GoldSlice | None, sampling: SamplingCon
                     scores = await judge_rows(gold.rows, sampling)
                     await store.judge_checks.finish(key, owner, scores)
                     logger.info("gold slice judged", extra={"step": step, "rows": len(scores)})
-                judged = step
+                    judged = step  # where another process judges, look again: it may die before it has
             await store.wait_for_change("TrainStep", timeout=_LOOK_SECONDS)
         await asyncio.sleep(_REST_SECONDS)
 

@@ -230,10 +230,12 @@ def add_flag(
 
 
 def flag_words(flags: Mapping[str, Any]) -> list[str]:
-    """Return flags by name as the words of a command line."""
+    """Return flags by name as the words of a command line: lists with commas, mappings as JSON."""
     words = []
     for name, value in flags.items():
-        words += [f"--{name}", json.dumps(value) if value is None or isinstance(value, bool) else str(value)]
+        is_json = value is None or isinstance(value, bool | Mapping)
+        text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        words += [f"--{name}", json.dumps(value) if is_json else text]
     return words
 
 

@@ -211,6 +211,12 @@ class EndpointClient:
     def __init__(self, endpoint: ModelEndpoint) -> None:
         self.endpoint = endpoint
         self.limits = EndpointLimits(endpoint)
+        self._price = model_prices.get(endpoint.model) or ModelPrice(
+            input=endpoint.input_price, output=endpoint.output_price
+        )
+        if model_prices and self._price == ModelPrice():
+            logger.warning("a model has no price: it counts as free", extra={"model": endpoint.model})
+        self._tells_usage = True
         self._http = httpx2.AsyncClient(
             headers={"authorization": f"Bearer {endpoint.api_key}"},
             follow_redirects=True,
@@ -235,18 +241,24 @@ class EndpointClient:
                     text, prompt, completion, tool_calls, is_cut = await self._reply(messages, params)
             except TimeoutError as error:
                 raise LLMError(EndpointProblem.TIMED_OUT, f"no reply within {timeout:.3g} s") from error
+            if not prompt:
+                prompt, completion = _tokens(messages), completion or _tokens([{"content": text}])
+                if self._tells_usage:
+                    logger.warning(
+                        "a model's replies have no usage: tokens and cost are estimated by their length",
+                        extra={"model": self.endpoint.model},
+                    )
+                self._tells_usage = False
             span.set({"gen_ai.usage.input_tokens": prompt, "gen_ai.usage.output_tokens": completion})
             reply = {"role": "assistant", "content": text, "tool_calls": tool_calls}
             span.messages("gen_ai.output.messages", [reply])
-        use.amount = prompt + completion or use.amount
-        end = self.endpoint
-        price = model_prices.get(end.model) or ModelPrice(input=end.input_price, output=end.output_price)
+        use.amount = prompt + completion
         return Completion(
-            model=end.model,
+            model=self.endpoint.model,
             text=text,
             prompt_tokens=prompt,
             completion_tokens=completion,
-            cost=(prompt * price.input + completion * price.output) / 1e6,
+            cost=(prompt * self._price.input + completion * self._price.output) / 1e6,
             seconds=time.monotonic() - started,
             tool_calls=tool_calls,
             is_cut=is_cut,
@@ -315,7 +327,11 @@ class EndpointClient:
 
 def estimated_tokens(messages: Messages) -> int:
     """Return about how many tokens a request takes, with its reply."""
-    return sum(len(message.get("content") or "") for message in messages) // _CHARS_PER_TOKEN + _REPLY_TOKENS
+    return _tokens(messages) + _REPLY_TOKENS
+
+
+def _tokens(messages: Messages) -> int:
+    return sum(len(message.get("content") or "") for message in messages) // _CHARS_PER_TOKEN
 
 
 class _Clients(dict[ModelEndpoint, EndpointClient]):
@@ -384,7 +400,8 @@ def _read(body: bytes) -> _Reply:
 
 
 def _count(value: Any) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31 else 0
+    is_count = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**31
+    return int(value) if is_count else 0
 
 
 def _status_error(status: int, body: bytearray, headers: Mapping[str, str]) -> LLMError:

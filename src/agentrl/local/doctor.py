@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from importlib import metadata
@@ -105,7 +106,14 @@ def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Chec
 
 
 def check_packages() -> Iterator[Check]:
-    """Check each dependency against its tested range; one row if all are fine."""
+    """Check each dependency against its tested range; one row if all are fine.
+
+    The project that PyPI calls agentrl has files of the same names.
+    """
+    with suppress(metadata.PackageNotFoundError):
+        found = f"{metadata.version('agentrl')} of PyPI is another project, whose files overwrite these"
+        hint = "pip uninstall agentrl, and install agentrl-mongo again (docs/install.md)"
+        yield Check("package agentrl", "fail", found, hint)
     requirements = [Requirement(line) for line in metadata.requires("agentrl-mongo") or ()]
     needed = [item for item in requirements if item.marker is None or item.marker.evaluate({"extra": ""})]
     good = 0

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import base64
 import fcntl
+import inspect
 import json
 import os
+import re
 import signal
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, get_type_hints
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -29,6 +34,7 @@ from agentrl.config.flags import flag_words
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import StepStatus
+from agentrl.documents.task_json import kind_of
 from agentrl.errors import AgentRLError, ConfigError, RunMissingError, StoreUnavailableError
 from agentrl.local.launch import agentrl_command, demo_model
 from agentrl.local.mongod import EmbeddedMongo
@@ -45,6 +51,10 @@ _STOP_SECONDS = 600.0
 _EVALUATION_SECONDS = 24 * 3600.0
 _LINES = 12
 """Last lines of the log in an error."""
+_ARGUMENTS = {
+    "run_name": "name", "max_steps": "steps", "train_file": "tasks", "model_name_or_path": "model",
+}  # fmt: skip
+"""Flags that arguments of ``run`` give."""
 
 Tasks = str | Path | Iterable[Mapping[str, Any]]
 Function = Callable[..., Any]
@@ -64,23 +74,27 @@ def run(
     """Start training ``steps`` optimizer steps in processes of their own, and return at once.
 
     ``tasks`` are a task file or rows of one: mappings with ``query`` and ``answer``; a row without ``id``
-    gets its number, one without ``scorer`` the given ``scorer``, and one without ``tools`` all ``tools``. A
-    scorer is a name, ``module:name``, or a function ``(model_answer, ground_truth) -> float`` or of a
-    ``ScorerContext``; a tool is a name or a function. ``model`` is a folder; None is SmolLM2-135M-Instruct,
-    which is made here, with the recipe's limits for it. ``flags`` are those of `agentrl launch train`, such
-    as ``learning_rate=1e-6``.
+    gets its number, one without ``scorer`` the given ``scorer``, and one without ``tools`` all ``tools``; a
+    file names them itself, and ``tools`` are the functions among them. A scorer is a name, ``module:name``,
+    or a function ``(model_answer, ground_truth) -> float`` or of a ``ScorerContext``; a tool is a name or a
+    function. ``model`` is a folder; None is SmolLM2-135M-Instruct, which is made here, with the recipe's
+    limits for it. ``flags`` are those of `agentrl launch train`, such as ``learning_rate=1e-6``.
 
     The same ``name`` resumes a run. Raises ConfigError before anything is started; what the processes refuse
     is raised by the handle's methods.
     """
+    if twice := sorted(flags.keys() & _ARGUMENTS):
+        raise ConfigError(f"{twice[0]} is given as a flag", hint=f"give it as {_ARGUMENTS[twice[0]]}=")
     name = f"run-{datetime.now():%Y%m%d-%H%M%S}" if name is None else name
     folder = FOLDER / RunConfig(run_name=name).run_name
     code = Code(folder, f"agentrl_{name.replace('-', '_')}")
     tool_names = [code.path_of(tool) for tool in tools]
     defaults: dict[str, Any] = {} if scorer is None else {"scorer": code.path_of(scorer)}
     if tools:
-        defaults["tools"] = [path.rpartition(":")[2] for path in tool_names]
-        flags["tools"] = ",".join(path for path in tool_names if ":" in path)
+        functions = [path for path in tool_names if ":" in path]
+        flags["tools"] = ",".join(functions)
+        if functions != tool_names or not isinstance(tasks, (str, Path)):
+            defaults["tools"] = [path.rpartition(":")[2] for path in tool_names]
     if model is None:
         model = demo_model()
         flags = {**_demo_limits(recipe), **flags}
@@ -128,11 +142,20 @@ def _task_file(tasks: Tasks, path: Path, defaults: Mapping[str, Any]) -> str:
                 hint="name them in the file, or give the rows: a list of mappings",
             )
         return str(tasks)
-    rows = [{"id": f"task-{number:05d}", **defaults, **row} for number, row in enumerate(tasks)]
-    if not rows:
-        raise ConfigError("tasks is empty", hint='give rows such as {"query": "2 + 2?", "answer": "4"}')
+    hint = 'give rows such as {"query": "2 + 2?", "answer": "4"}; of a DataFrame: table.to_dict("records")'
+    lines = []
+    for number, row in enumerate(tasks):
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"row {number} of tasks is {kind_of(row)}: {row!r:.80}", hint=hint)
+        named = {"id": f"task-{number:05d}", **defaults, **row}
+        try:
+            lines.append(f"{json.dumps(named, ensure_ascii=False, allow_nan=False)}\n")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"row {number} of tasks is not JSON: {error}", hint=hint) from error
+    if not lines:
+        raise ConfigError("tasks is empty", hint=hint)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows).encode())
+    replace_file(path, "".join(lines).encode())
     return str(path)
 
 
@@ -142,45 +165,57 @@ class Code:
     def __init__(self, folder: Path, module: str) -> None:
         """``folder`` will hold the file ``module``.py."""
         self._file = folder / f"{module}.py"
-        self._pickled: dict[str, bytes] = {}
+        self._lines: dict[str, list[str]] = {}
+        """The lines that make each function."""
 
     def path_of(self, given: str | Function) -> str:
         """Return the name by which processes find ``given``: itself, or ``module:name`` of a function.
 
-        Raises ConfigError for a function that another process cannot have.
+        Raises ConfigError for a function that another process cannot have, and for a second one of a name.
         """
         if isinstance(given, str):
             return given
         module, name = getattr(given, "__module__", None), getattr(given, "__name__", "")
-        if module != "__main__" and module is not None and name.isidentifier():
+        if module != "__main__" and getattr(sys.modules.get(module or ""), name, None) is given:
             return f"{module}:{name}"
         require("cloudpickle", "a function of a notebook", extra="notebook")
         import cloudpickle
 
-        name = name if name.isidentifier() else f"function_{len(self._pickled)}"
+        name = name if name.isidentifier() else f"function_{len(self._lines)}"
+        if name in self._lines:
+            raise ConfigError(f"two functions are called {name}", hint="give each a name of its own")
+        _resolve_annotations(given)
         try:
-            self._pickled[name] = cloudpickle.dumps(given)
+            pickled = base64.b64encode(cloudpickle.dumps(given)).decode()
         except Exception as error:  # what an object's own pickling raises
             raise ConfigError(
                 f"{name} uses what other processes cannot have: {type(error).__name__}: {error}",
                 hint="make it inside the function; or save the function in a file, and give 'file:name'"
                 " (docs/your_own)",
             ) from error
+        # Functions and classes belong to the module, as if they were defined there: a pool pickles them.
+        has_module = inspect.isfunction(given) or inspect.isclass(given)
+        self._lines[name] = [
+            f"{name} = _loads(_decode({pickled!r}))",
+            *([f"{name}.__module__ = __name__"] if has_module else []),
+        ]
         return f"{self._file.stem}:{name}"
 
     def write(self) -> None:
-        """Write the module, if it has a function. Functions belong to it, as if they were defined there."""
-        if not self._pickled:
+        """Write the module, if it has a function."""
+        if not self._lines:
             return
-        lines = ["import base64", "", "import cloudpickle", ""]
-        for name, pickled in self._pickled.items():
-            text = base64.b64encode(pickled).decode()
-            lines += [
-                f"{name} = cloudpickle.loads(base64.b64decode({text!r}))",
-                f"{name}.__module__ = __name__",
-            ]
+        lines = ["from base64 import b64decode as _decode", "", "from cloudpickle import loads as _loads", ""]
+        lines += [line for own in self._lines.values() for line in own]
         self._file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self._file, ("\n".join(lines) + "\n").encode())
+
+
+def _resolve_annotations(given: Function) -> None:
+    """Replace annotations that are text by types: what only they name is not pickled with a function."""
+    for function in filter(inspect.isfunction, vars(given).values() if inspect.isclass(given) else (given,)):
+        with suppress(NameError):
+            function.__annotations__ = get_type_hints(function, include_extras=True)
 
 
 @dataclass(frozen=True)
@@ -212,10 +247,15 @@ class StartedRun:
         ``lock`` is the file descriptor that holds ``folder``.
         """
         self.name = configs[RunConfig].run_name
-        self.log = folder / "launch.out"
+        # This process may change its folder, as %cd does; the run stays where it is.
+        self._place, self._folder = Path.cwd(), folder.resolve()
+        self.log = self._folder / "launch.out"
         """What ``agentrl launch`` prints."""
-        self._run, self._flags, self._defaults, self._folder = configs[RunConfig], flags, defaults, folder
+        self._run, self._flags, self._defaults = configs[RunConfig], flags, defaults
+        self._mongo_dir = self._place / self._run.mongo_dir
+        self._python_path = os.pathsep.join([str(self._folder), *_own_paths()])
         self._store: Store | None = None
+        self._is_stopped = False
         for other in filter(lambda each: each.is_running, _STARTED):
             warnings.warn(f"run {other.name} still trains beside this one; stop() ends it", stacklevel=3)
         self._process = self._start("train", flags, self.log, lock)
@@ -237,13 +277,15 @@ class StartedRun:
             bar = progress.add_task(self.name, total=int(self._flags["max_steps"]))
             while True:
                 is_running = self.is_running  # before the look: the last steps are seen after the end
-                done = self._rewards()
-                last = f", reward {done[-1]:.3f}" if done else ": waiting for the first step"
-                progress.update(bar, completed=len(done), description=f"{self.name}{last}")
+                step, reward = self._last_step()
+                said = ": waiting for the first step" if not step else ""
+                said = said if reward is None else f", reward {reward:.3f}"
+                progress.update(bar, completed=step, description=f"{self.name}{said}")
                 if not is_running or time.monotonic() >= deadline:
                     break
                 time.sleep(_POLL_SECONDS)
-        self._require_no_failure()
+        if self._has_failed:
+            raise self._failure("train", self._process, self.log)
         return self
 
     def stop(self) -> None:
@@ -256,6 +298,7 @@ class StartedRun:
             self._store = None
         if not self.is_running:
             return
+        self._is_stopped = True
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(_STOP_SECONDS)
@@ -268,15 +311,23 @@ class StartedRun:
 
     @property
     def store(self) -> Store:
-        """The run's database, for reading. Raises RunMissingError before the run has begun."""
-        self._require_no_failure()
+        """The run's database, for reading, also after the run's end.
+
+        Raises RunMissingError before the run has begun, and AgentRLError, with the last lines of the log, if
+        it failed before that.
+        """
         if self._store is None:
-            run = self._run
-            if run.db_connection_string is None and not EmbeddedMongo(run.mongo_dir).status().running:
-                EmbeddedMongo(run.mongo_dir).up()  # a run's end stops the server that it started
-            self._store = Store.open(
-                self.name, db_connection_string=run.db_connection_string, mongo_dir=run.mongo_dir
-            )
+            uri, mongo = self._run.db_connection_string, EmbeddedMongo(self._mongo_dir)
+            try:
+                if uri is None and not mongo.status().running:
+                    if self._has_failed and not self._mongo_dir.is_dir():
+                        raise RunMissingError(f"there is no database in {self._mongo_dir}")
+                    mongo.up()  # it may have been stopped since
+                self._store = Store.open(self.name, db_connection_string=uri, mongo_dir=str(self._mongo_dir))
+            except AgentRLError as error:
+                if self._has_failed:
+                    raise self._failure("train", self._process, self.log) from error
+                raise
         return self._store
 
     def steps(self) -> pandas.DataFrame:
@@ -295,6 +346,7 @@ class StartedRun:
         """
         stem = self._folder / f"eval-{time.time_ns()}"
         file = _task_file(tasks, stem.with_suffix(".jsonl"), self._defaults)
+        file = str(Path(file).resolve()) if Path(file).exists() else file
         kept = {flag: value for flag, value in self._flags.items() if flag not in ("train_file", "max_steps")}
         engine = "auto" if self.is_running and version is None else "own"
         flags = {
@@ -308,22 +360,25 @@ class StartedRun:
                 raise self._failure("eval", process, log)
         finally:
             stop_child(process)
-        found = [each for each in self.store.evaluations() if each.file == file and each.total]
-        estimate = found[-1].total["pass_at"]["1"]
+        # The same tasks and version are one evaluation, whatever file had them first: the log has its id.
+        made = _EVALUATION.findall(log.read_text(encoding="utf-8", errors="replace"))[-1]
+        total = next(each.total for each in self.store.evaluations() if each.id == made)
+        estimate = total["pass_at"]["1"]
         return Estimate(estimate["value"], estimate["low"], estimate["high"])
 
     def _start(
         self, command: str, flags: Mapping[str, Any], log: Path, *passed: int
     ) -> subprocess.Popen[bytes]:
-        paths = filter(None, [str(self._folder.resolve()), os.environ.get("PYTHONPATH")])
-        return start_child(
-            agentrl_command("launch", [command, *flag_words(flags)]), log=log,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, pass_fds=passed,
-        )  # fmt: skip
+        # A thread that outlives this call: the kernel ends a child with the thread that has started it.
+        return _STARTER.submit(
+            start_child, agentrl_command("launch", [command, *flag_words(flags)]), log=log,
+            env={**os.environ, "PYTHONPATH": self._python_path}, pass_fds=passed, cwd=self._place,
+        ).result()  # fmt: skip
 
-    def _require_no_failure(self) -> None:
-        if self._process.poll():
-            raise self._failure("train", self._process, self.log)
+    @property
+    def _has_failed(self) -> bool:
+        """Whether the processes ended with an error, and not by ``stop``."""
+        return bool(self._process.poll()) and not self._is_stopped
 
     def _failure(self, command: str, process: subprocess.Popen[bytes], log: Path) -> AgentRLError:
         said = "\n  ".join(tail(log, _LINES).splitlines())
@@ -333,14 +388,29 @@ class StartedRun:
             hint=f"see {log}, and the logs in {self._run.log_dir}",
         )
 
-    def _rewards(self) -> list[float]:
+    def _last_step(self) -> tuple[int, float | None]:
+        """Return the last committed step and its reward; 0 before the first one."""
         try:
             steps = self.store.steps(status=StepStatus.COMMITTED)
         except (RunMissingError, StoreUnavailableError):  # it has not begun
-            return []
-        return [step.reward for step in steps if step.reward is not None]
+            return 0, None
+        return (steps[-1].step, steps[-1].reward) if steps else (0, None)
 
 
+def _own_paths() -> list[str]:
+    """Return where this process finds modules outside of its installation, as its children shall."""
+    installed = {sys.prefix, sys.base_prefix, sys.exec_prefix}
+    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    added = [
+        path for path in sys.path
+        if path and Path(path).is_dir() and not any(map(Path(path).is_relative_to, installed))
+    ]  # fmt: skip
+    return list(dict.fromkeys([*(str(Path(path).resolve()) for path in added), *inherited]))
+
+
+_STARTER = ThreadPoolExecutor(1, "agentrl-starter")
+_EVALUATION = re.compile(r"^evaluation +(\S+)$", re.MULTILINE)
+"""The id of an evaluation, as ``agentrl eval`` prints it."""
 _STARTED: list[StartedRun] = []
 """Those of this process: a cell that is executed again would leave its first run training unseen."""
 

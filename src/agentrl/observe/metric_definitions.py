@@ -146,7 +146,8 @@ address they write below `--output_dir`, and reach no network:
 The flags of model, loss, optimizer and training are logged as parameters, without secrets. The command line, the
 console, code and the environment are not recorded, and error reports to the makers of wandb and comet are off.
 
-wandb, mlflow and trackio continue a run that is resumed under its `--run_name`; the others begin another one.
+wandb, mlflow and trackio continue a run that is resumed under its `--run_name`; the others begin another one. MLflow
+keeps the first value of a parameter; one that a later start has changed is the tag `resumed.NAME`.
 """
 
 

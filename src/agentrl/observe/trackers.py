@@ -150,13 +150,17 @@ class _Mlflow:
         earlier = self._client.search_runs(
             [experiment], f"attributes.run_name = '{run.run_name}'", max_results=1
         )
+        shown = {key: str(value)[:5000] for key, value in parameters.items()}
         if earlier:
             self._id = earlier[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
+            begun = earlier[0].data.params
+            for key, value in shown.items():  # a parameter of MLflow never changes, a tag does
+                if key in begun and (begun[key] != value or f"resumed.{key}" in earlier[0].data.tags):
+                    self._client.set_tag(self._id, f"resumed.{key}", value)
             return
         self._id = self._client.create_run(experiment, run_name=run.run_name).info.run_id
-        shown = [parameter(key, str(value)[:5000]) for key, value in parameters.items()]
-        for batch in batches(shown, 100):
+        for batch in batches([parameter(key, value) for key, value in shown.items()], 100):
             self._client.log_batch(self._id, params=batch)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:

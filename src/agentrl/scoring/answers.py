@@ -97,7 +97,10 @@ def leaked_in(task: Task) -> str | None:
     or ``_TOLD_WORD`` characters. A message counts too if it has the question.
     """
     answers = list(map(str, _golds(task)))
-    long = [text for text in told(answers) if " " in text or len(text) >= _TOLD_WORD]
+    long = [
+        text for text in told(answers)
+        if len(text) >= _TOLD_WORD or (" " in text and not _CHARACTER.search(text))
+    ]  # fmt: skip
     asked = normalized_text(task.query)
     with suppress(ConfigError):  # the schema is refused by name
         given = extract_answer(task.query, task.answer_schema)
@@ -215,12 +218,23 @@ def _unreadable(gold: Any, schema: str, name: str, likeness: Callable[[str, str]
     return f"of {marked(text, schema)[:80]!r}, answer_schema {schema} reads {read}"
 
 
-_MARKS = re.compile(r"[.,;:!?\"'’“”()\[\]]+")
+_MARKS = re.compile(r"[.,;:!?\"'’“”()\[\]。、·「」『』《》〈〉【】]+")
+_UNSPACED = (
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3\uf900-\ufaff"
+    "\U00020000-\U0003ffff]"
+)
+"""A character of a script that writes words without spaces, or with endings, as Korean does."""
+_CHARACTER = re.compile(_UNSPACED)
+_PAIR = re.compile(f"(?=({_UNSPACED} {_UNSPACED}))")
 
 
 def normalized_text(text: str) -> str:
-    """Return a text in lower case and NFKC, with single spaces and without punctuation of sentences."""
-    return " ".join(_MARKS.sub(" ", unicodedata.normalize("NFKC", text).casefold()).split())
+    """Return a text in lower case and NFKC, with single spaces and without punctuation of sentences.
+
+    Each character of a script without spaces becomes a word.
+    """
+    spaced = _MARKS.sub(" ", unicodedata.normalize("NFKC", text).casefold())
+    return " ".join((spaced if spaced.isascii() else _CHARACTER.sub(r" \g<0> ", spaced)).split())
 
 
 SHORTEST_TOLD: Final = 5
@@ -229,8 +243,8 @@ _TOLD_WORD = 12
 """Characters of a single word that a prompt has not by chance, or as one of the things to choose from."""
 _ASKED_WORDS = 4
 """Words of a question from which on a message that has it repeats it."""
-_COPIED_WORDS = 8
-"""Words of a question, in a row, that show a copy of it."""
+COPIED_WORDS: Final = 8
+"""Words of a question, in a row, that show a copy of it; of a script without spaces twice as many."""
 
 
 def stands_in(needle: str, text: str) -> bool:
@@ -247,6 +261,12 @@ def word_runs(text: str, words: int) -> set[str]:
     """Return all runs of so many words of a normalized text; of a shorter one the text."""
     found = text.split()
     return {" ".join(found[at : at + words]) for at in range(max(1, len(found) - words + 1))}
+
+
+def copied_words(question: str) -> int:
+    """Return how many words of a normalized question, in a row, show a copy of it."""
+    is_unspaced = 2 * len(_CHARACTER.findall(question)) > len(question.split())
+    return COPIED_WORDS * (2 if is_unspaced else 1)
 
 
 def answer_seen_in(context: ScorerContext, watched: str) -> str | None:
@@ -276,7 +296,7 @@ def answer_seen_in(context: ScorerContext, watched: str) -> str | None:
         if tools is not None and name not in tools:
             continue
         # Look for one word first: most results have none, and to normalize them all takes a thousand times.
-        lowered = text.casefold()
+        lowered = unicodedata.normalize("NFKC", text).casefold()
         if not any(answer.rpartition(" ")[2] in lowered for answer in answers):
             continue
         result, own, unread = normalized_text(text), f"{own} {normalized_text(unread)}", ""
@@ -287,13 +307,17 @@ def answer_seen_in(context: ScorerContext, watched: str) -> str | None:
 
 
 def _shares(answer: str, text: str) -> bool:
-    """Return whether a text has a word of the answer that is long enough to tell something."""
-    return any(stands_in(word, text) for word in answer.split() if len(word) >= SHORTEST_TOLD - 1)
+    """Return whether a text has a word of the answer that is long enough to tell something.
+
+    Of a script without spaces that is a pair of characters.
+    """
+    words = [word for word in answer.split() if len(word) >= SHORTEST_TOLD - 1]
+    return any(stands_in(word, text) for word in (*words, *_PAIR.findall(answer)))
 
 
 def _copies(asked: str, text: str, own: str) -> bool:
     """Return whether a text has words of the question in a row that ``own`` has not."""
-    words = min(_COPIED_WORDS, len(asked.split()))
+    words = min(copied_words(asked), len(asked.split()))
     return any(not stands_in(run, own) for run in word_runs(asked, words) & word_runs(text, words))
 
 

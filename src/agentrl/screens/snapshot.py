@@ -407,7 +407,7 @@ _FEW_ATTEMPTS = 10
 _DIVERGED_WARN = 0.05
 _TOOLS_NAMED = 3
 _DRIFT = 0.1
-"""Change of a judge's mean over the gold slice that is told."""
+"""Mean difference of a row of the gold slice that is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -713,6 +713,11 @@ class GoldMean:
         """Return the mean over some of the scored rows."""
         return fmean(self.scores[row] for row in rows)
 
+    def distance(self, others: Mapping[int, float]) -> float:
+        """Return the mean difference of a row: two opposite changes do not cancel. 0 without common rows."""
+        rows = self.scores.keys() & others.keys()
+        return fmean(abs(self.scores[row] - others[row]) for row in rows) if rows else 0.0
+
 
 def gold_means(checks: Sequence[JudgeCheck]) -> list[GoldMean]:
     """Return the results of the newest slice by scorer and step, without those that scored nothing."""
@@ -738,21 +743,21 @@ def _judges(run: RunSnapshot) -> Iterator[Finding]:
         first, last = own[0], own[-1]
         rows = first.scores.keys() & last.scores.keys()
         named = f"the judge {scorer}" + (f" ({last.models})" if last.models else "")
-        if rows and abs(last.mean(rows) - first.mean(rows)) > _DRIFT:
+        if (distance := last.distance(first.scores)) > _DRIFT:
             by = f" by {first.models}" if first.models != last.models else ""
             yield Finding(
                 severity="warn",
                 what=f"{named} gives the gold slice {last.mean(rows):.3f} at step {last.step}, and gave"
-                f" {first.mean(rows):.3f} at step {first.step}{by}",
+                f" {first.mean(rows):.3f} at step {first.step}{by}; a row differs by {distance:.3f}",
                 hint="scores before and after are not alike: pin the judge's model, then agentrl db rescore",
             )
             continue
         people = fmean(last.expected[row] for row in last.scores)
-        if abs(last.mean(last.scores) - people) > _DRIFT:
+        if (distance := last.distance(last.expected)) > _DRIFT:
             yield Finding(
                 severity="warn",
                 what=f"{named} gives the gold slice {last.mean(last.scores):.3f} at step {last.step}, and"
-                f" people gave {people:.3f}",
+                f" people gave {people:.3f}; a row differs by {distance:.3f}",
                 hint="change its prompt or its model: docs/scoring.md",
             )
 

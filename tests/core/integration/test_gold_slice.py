@@ -76,5 +76,18 @@ async def test_a_judging_whose_process_died_is_taken_over_and_its_late_scores_ar
     assert (found.owner, [row.score for row in found.scores]) == ("b", [0.0, 1.0])
 
 
+async def test_a_slice_whose_judge_process_died_is_judged_by_another_one(store: Store) -> None:
+    row = GoldRow(query="q", final_answer="a", score=1.0, scorer="test_gold_judge")
+    assert await store.judge_checks.begin("d/0", "d", 0, owner="dead", lease_seconds=1.0)
+
+    async def is_judged() -> bool:
+        return bool(await store.judge_checks.finished())
+
+    async with background(watch_gold(store, GoldSlice((row,), "d"), SamplingConfig(), "alive")):
+        await until(is_judged)
+    (found,) = await store.judge_checks.finished()
+    assert found.owner == "alive"
+
+
 async def test_without_a_slice_nothing_is_watched(store: Store) -> None:
     await asyncio.wait_for(watch_gold(store, None, SamplingConfig(), "s"), 1)

@@ -75,6 +75,9 @@ def test_packages_are_held_against_the_tested_ranges(monkeypatch: pytest.MonkeyP
     assert states == {"package old": "warn", "package gone": "fail", "packages": "ok"}
     assert {check.hint for check in checks if check.hint} == {"pip install 'old>=1'", "pip install 'gone>=3'"}
     assert checks[-1].found.startswith("1 of 3")
+    installed["agentrl"] = "0.0.8"
+    first = next(iter(doctor.check_packages()))
+    assert (first.name, first.state, first.found[:13]) == ("package agentrl", "fail", "0.0.8 of PyPI")
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,15 @@ from agentrl.local import started_run
 from agentrl.local.started_run import Code, Estimate
 
 MAIN = """
+from __future__ import annotations
 import json
 import math as maths
 import threading
 import operator
 from pathlib import Path
 from agentrl.local.started_run import Code
+from maker import made
+from typing import Annotated, Literal
 
 LIMIT, OPERATIONS = 2.5, {"-": operator.sub}
 HANDLE = threading.Lock()
@@ -44,9 +47,28 @@ def own(model_answer: str, ground_truth: dict) -> float:
 def leaks(model_answer: str, ground_truth: dict) -> float:
     return float(HANDLE.locked())
 
+def base64(text: Annotated[Literal["a", "b"], "one of two"]) -> str:
+    return text.upper()
+
+class Cart:
+    def put(self, size: Literal["s", "l"]) -> str:
+        return size
+
+class Judge:
+    def __init__(self, worth: float) -> None:
+        self.worth = worth
+
+    def score(self, given: str, right: str) -> float:
+        return self.worth * (given == right)
+
 code = Code(Path("code"), "agentrl_x")
 print(code.path_of(own), code.path_of("exact"), code.path_of(json.dumps), code.path_of(lambda a, b: LIMIT))
+print(code.path_of(base64), code.path_of(Judge(0.5).score), code.path_of(made(3)), code.path_of(Cart))
 code.write()
+try:
+    code.path_of(made(4))
+except Exception as error:
+    print(error.message)
 try:
     Code(Path("code"), "agentrl_y").path_of(leaks)
 except Exception as error:
@@ -56,23 +78,32 @@ except Exception as error:
 
 def test_functions_of_a_notebook_become_a_module_with_what_they_use(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text(MAIN)
+    maker = (
+        "def made(by):\n    def times(given, right):\n        return by * float(given)\n    return times\n"
+    )
+    (tmp_path / "maker.py").write_text(maker)
     ran = subprocess.run(
         [sys.executable, "main.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
     )
-    named, refused = ran.stdout.splitlines()
+    named, others, twice, refused = ran.stdout.splitlines()
     assert named == "agentrl_x:own exact json:dumps agentrl_x:function_1"
+    assert others == "agentrl_x:base64 agentrl_x:score agentrl_x:times agentrl_x:Cart"
+    assert twice == "two functions are called times"
     assert refused.startswith(
         "ConfigError leaks uses what other processes cannot have: TypeError: cannot pickle"
     )
     used = (
         "import agentrl_x as x, pickle; again = pickle.loads(pickle.dumps(x.own));"
-        " print(again('3', {'answer': '1'}), x.function_1(1, 2), x.own.__module__)"
+        " print(again('3', {'answer': '1'}), x.function_1(1, 2), x.own.__module__, x.base64('a'),"
+        " x.score('1', '1'), x.times('2', ''), x.base64.__annotations__['text'],"
+        " x.Cart.put.__annotations__['size'])"
     )
     again = subprocess.run(
         [sys.executable, "-c", used], cwd=tmp_path / "code", capture_output=True, text=True, check=True,
         timeout=60,
     )  # fmt: skip
-    assert again.stdout == "2.5 2.5 agentrl_x\n"
+    types = "typing.Annotated[typing.Literal['a', 'b'], 'one of two'] typing.Literal['s', 'l']"
+    assert again.stdout == f"2.5 2.5 agentrl_x A 0.5 6.0 {types}\n"
 
 
 @pytest.fixture
@@ -86,8 +117,10 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
         def poll(self) -> int:
             return 2
 
-    def start(words: list[str], *, log: Path, env: dict[str, str], pass_fds: tuple[int, ...]) -> Process:
-        assert len(pass_fds) == 1
+    def start(
+        words: list[str], *, log: Path, env: dict[str, str], pass_fds: tuple[int, ...], cwd: Path
+    ) -> Process:
+        assert (len(pass_fds), cwd) == (1, tmp_path)
         commands.append([*words, env["PYTHONPATH"].split(os.pathsep)[0]])
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("agentrl launch: error: the tokenizer is torn\n")
@@ -140,11 +173,16 @@ def test_rows_become_a_task_file_and_keywords_flags(started: list[list[str]], tm
     ("given", "problem"),
     [
         ({"tasks": []}, "tasks is empty"),
+        ({"tasks": ["query", "answer"]}, "row 0 of tasks is text: 'query'\n  → .* table.to_dict"),
+        ({"tasks": [{"query": "?", "answer": float("nan")}]}, "row 0 of tasks is not JSON"),
+        ({"tasks": [{"query": "?"}, {"query": Path()}]}, "row 1 of tasks is not JSON: .* PosixPath"),
         ({"tasks": "file.jsonl", "scorer": "exact"}, "scorer would be those of its rows"),
+        ({"tasks": "file.jsonl", "tools": ["search"]}, "tools would be those of its rows"),
         ({"lerning_rate": 1e-3}, "lerning_rate"),
         ({"name": "not/a/name"}, "--run_name is 'not/a/name'"),
         ({"steps": 0}, "max_steps"),
         ({"recipe": "groups"}, "groups.yml"),
+        ({"run_name": "a"}, "run_name is given as a flag\n  → give it as name="),
     ],
 )
 def test_what_cannot_start_is_refused_before_it_starts(
@@ -154,6 +192,36 @@ def test_what_cannot_start_is_refused_before_it_starts(
     with pytest.raises(ConfigError, match=problem):
         agentrl.run(**{"tasks": rows, "steps": 1, **given})
     assert started == []
+
+
+def test_functions_that_a_task_file_names_are_given_beside_it(started: list[list[str]]) -> None:
+    agentrl.run(tasks="file.jsonl", steps=1, tools=["mine:tool", json.dumps])
+    (words,) = started
+    assert (of(words, "train_file"), of(words, "tools")) == ("file.jsonl", "mine:tool,json:dumps")
+
+
+def test_lists_mappings_and_own_paths_reach_the_processes(
+    started: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths: list[str] = []
+    start = started_run.start_child
+
+    def remember(words: list[str], *, env: dict[str, str], **more: Any) -> Any:
+        paths.extend(env["PYTHONPATH"].split(os.pathsep))
+        return start(words, env=env, **more)
+
+    monkeypatch.setattr(started_run, "start_child", remember)
+    (tmp_path / "helpers").mkdir()
+    monkeypatch.syspath_prepend("helpers")
+    agentrl.run(
+        tasks=[{"query": "2 + 2?", "answer": "4"}], steps=1, lora_target_modules=["q_proj", "v_proj"],
+        chat_template_kwargs={"enable_thinking": False},
+    )  # fmt: skip
+    (words,) = started
+    assert of(words, "lora_target_modules") == "q_proj,v_proj"
+    assert of(words, "chat_template_kwargs") == '{"enable_thinking": false}'
+    assert paths[1] == str(tmp_path / "helpers")
+    assert not [path for path in paths if path.startswith(sys.prefix)]
 
 
 def test_an_estimate_reads_as_the_evaluation_prints_it() -> None:

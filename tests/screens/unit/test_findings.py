@@ -121,7 +121,9 @@ def gold(step: int, *scores: float | None, model: str = "m1", digest: str = "d")
     ("checks", "says"),
     [
         ([gold(0, 1.0, 0.0)], None),
-        ([gold(0, 1.0, 0.0), gold(50, 0.0, 1.0)], None),
+        ([gold(0, 1.0, 0.0), gold(50, 0.95, 0.05)], None),
+        ([gold(0, 1.0, 0.0), gold(50, 0.0, 1.0)], "and gave 0.500 at step 0; a row differs by 1.000"),
+        ([gold(0, 0.0, 1.0)], "people gave 0.500; a row differs by 1.000"),
         ([gold(0, 1.0, 0.0), gold(50, 1.0, 1.0, model="m2")],
          "the judge agentcpm (m2) gives the gold slice 1.000 at step 50, and gave 0.500 at step 0 by m1"),
         ([gold(0, 1.0, 0.0), gold(50, 1.0, 1.0)], "gave 0.500 at step 0"),

@@ -159,6 +159,16 @@ def test_a_question_that_shares_most_of_its_words_is_near(tmp_path: Path, check:
     assert "train 40 ≈ eval 0" in check(files[0], "--eval_file", files[1])[1]
 
 
+def test_a_question_without_spaces_is_near_by_its_characters(tmp_path: Path, check: Check) -> None:
+    question = "小明有三个苹果，小红又送给他五个橘子，请问现在小明一共有多少个水果？"
+    train, *held = [
+        write(tmp_path / f"{n}.jsonl", {"id": n, "query": query, "answer": "8"})
+        for n, query in enumerate((f"题目：{question}请作答。", question, "现在小明一共有多少个水果？"))
+    ]
+    near = [json.loads(check(train, "--eval_file", each, "--json")[1])["leakage"]["near"] for each in held]
+    assert near == [{"tasks": 1, "examples": [{"train": "0", "eval": "1"}]}, {"tasks": 0, "examples": []}]
+
+
 def test_the_search_for_near_questions_is_linear() -> None:
     overlaps = Overlaps()
     words = [f"w{number}" for number in range(200)]

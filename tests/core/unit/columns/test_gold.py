@@ -32,6 +32,9 @@ def test_rows_of_an_audit_are_read_and_their_other_keys_ignored(tmp_path: Path) 
     assert [(row.scorer, row.score, row.answer) for row in gold.rows] == [
         ("agentcpm", 1, "Paris"), ("exact", 1, "Paris"),
     ]  # fmt: skip
+    lines = {**GOOD, "final_answer": "one\u2028two\x85three"}
+    (row,) = (read_gold(write(tmp_path, "\ufeff" + json.dumps(lines, ensure_ascii=False))) or gold).rows
+    assert row.final_answer == lines["final_answer"]
     again = read_gold(write(tmp_path, GOOD))
     assert again is not None
     assert again.digest != gold.digest

@@ -16,7 +16,7 @@ from agentrl.base.concurrency import Deadline
 from agentrl.errors import ConfigError
 from agentrl.llm import agent_config
 from agentrl.llm import chat as ask_module
-from agentrl.llm.agent_config import AgentSection, ModelEndpoint
+from agentrl.llm.agent_config import AgentSection, ModelEndpoint, ModelPrice
 from agentrl.llm.chat import (
     ChatAnswer,
     NoAnswerError,
@@ -179,6 +179,22 @@ async def test_requests_and_tokens_a_minute_are_bounded(
     with pytest.raises(NoAnswerError, match="own limits"):
         await put(tokens)
     assert llm.models == ["a", "a", "b"]
+
+
+async def test_a_reply_without_usage_and_a_model_without_a_price_are_told(
+    llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm.replies, llm.has_usage = {"a": ["yes" * 40]}, False
+    monkeypatch.setattr(ask_module, "model_prices", {"b": ModelPrice(input=1.0)})
+    priced = section(llm, "a", limits={"input_price": 1e6, "output_price": 2e6})
+    question = [{"role": "user", "content": "?" * 400}]
+    for _ in range(2):
+        spent = (await ask(priced, question, read, Deadline(60.0))).completion
+        assert (spent.prompt_tokens, spent.completion_tokens, spent.cost) == (100, 30, 160.0)
+    await put(section(llm, "a"))
+    told = [record.message for record in caplog.records]
+    estimated = "a model's replies have no usage: tokens and cost are estimated by their length"
+    assert told == [estimated, "a model has no price: it counts as free", estimated]
 
 
 def test_a_window_never_holds_more_than_its_limit() -> None:

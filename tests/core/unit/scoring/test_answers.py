@@ -10,7 +10,7 @@ from made_documents import made_task
 from agentrl.documents.task_json import BadTaskError
 from agentrl.environments.environment import names_of
 from agentrl.errors import ConfigError, ScorerError
-from agentrl.scoring.answers import answer_seen_in, extract_answer, require_readable
+from agentrl.scoring.answers import answer_seen_in, extract_answer, leaked_in, require_readable
 from agentrl.scoring.scorers import SCORERS, ScorerContext, scorer
 
 
@@ -162,6 +162,32 @@ def test_a_result_that_has_the_answer(context: ScorerContext, auto: str | None, 
     assert answer_seen_in(context, "read, search") == named
     assert answer_seen_in(context, "read") is None
     assert answer_seen_in(context, "none") is None
+
+
+ASKED = "中国第一个获得诺贝尔文学奖的作家是谁？请写出他的全名。"
+
+
+@pytest.mark.parametrize(
+    ("context", "auto", "named"),
+    [
+        (looked_up(f"题目：{ASKED}答案：管谟业。", question=ASKED, answer="管谟业"), "search", "search"),
+        (looked_up("他叫管谟业。", question=ASKED, answer="管谟业"), None, "search"),
+        (looked_up("他叫管谟业。", question=ASKED, answer="管谟业", says="是管谟业吗？"), None, None),
+        (looked_up("他叫管谟。", question=ASKED, answer="管谟业"), None, None),
+        (looked_up("서울대학교입니다", question="어느 대학입니까?", answer="서울대학교"), None, "search"),
+        (looked_up("ＡＢＣ－１２３４５", question="Which code?", answer="ABC-12345"), None, "search"),
+    ],
+)  # fmt: skip
+def test_a_result_in_a_script_without_spaces(
+    context: ScorerContext, auto: str | None, named: str | None
+) -> None:
+    assert (answer_seen_in(context, "auto"), answer_seen_in(context, "search")) == (auto, named)
+
+
+def test_a_prompt_in_a_script_without_spaces_that_gives_the_answer() -> None:
+    choice = made_task(query="首都是北京市还是上海市？", answer="北京市")
+    assert leaked_in(choice) is None
+    assert leaked_in(made_task(query="中华人民共和国在哪里？", answer="中华人民共和国")) == "the question"
 
 
 def test_a_long_conversation_is_searched_in_no_time() -> None:
