@@ -11,10 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import warm_python as warm_python_module
 from hypothesis import HealthCheck, settings
 from memory_folder import memory_folder
 from pymongo import MongoClient
-from warm_python import warm_server
 
 from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import RunConfig
@@ -166,11 +166,18 @@ def drop_later(mongo_uri: str) -> Iterator[Callable[[str], object]]:
             future.result(60)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the test run, the same in all processes of ``-n 2``."""
+    base = tmp_path_factory.getbasetemp()
+    warm_python_module.shared[:] = [base.parent if "PYTEST_XDIST_WORKER" in os.environ else base]
+    return warm_python_module.shared[0]
+
+
 @pytest.fixture(scope="session")
-def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def warm_python(shared_folder: Path) -> Path:
     """A ``python`` that starts in 0.1 s, for tests of commands as a person enters them."""
-    with warm_server(tmp_path_factory.mktemp("warm")) as python:
-        yield python
+    return warm_python_module.warm_python()
 
 
 @pytest.fixture(scope="module")

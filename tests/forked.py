@@ -1,38 +1,40 @@
-"""Run agentrl programs as forks of a process that has imported torch and the trainer once for all of them.
+"""Run agentrl programs as forks of the process that has imported torch for all tests (``warm_python.py``).
 
-A program still has a process of its own, which may be killed; it starts in 0.1 s instead of the seconds that
-the imports take. Tests of the command as a person enters it start Python.
+A program has a process of its own, which may be killed; it starts in 0.1 s instead of the seconds that the
+imports take. Tests of the command as a person enters it start Python.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import json
 import os
-import runpy
+import select
+import signal
+import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-_SERVER = multiprocessing.get_context("forkserver")
-_PRELOADED = ["agentrl.train.start", "transformers.models.qwen3.modeling_qwen3"]
+from warm_python import warm_python
+
 _THREADS = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
+_START_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
 class Forked:
     """A program that may still run."""
 
-    process: BaseProcess
-    log: Path
-
-    @property
-    def pid(self) -> int:
+    def __init__(self, link: socket.socket, log: Path) -> None:
+        self._link = link
+        self._read = b""
+        self._code: int | None = None
+        self.log = log
+        started = self._number(_START_SECONDS)
+        assert started is not None, "the program does not start"
+        self.pid = started
         """Of the program."""
-        assert self.process.pid is not None
-        return self.process.pid
 
     @property
     def output(self) -> str:
@@ -42,7 +44,7 @@ class Forked:
     @property
     def runs(self) -> bool:
         """Whether it has not ended yet."""
-        return self.process.is_alive()
+        return self._exit_code(0.0) is None
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
@@ -50,11 +52,27 @@ class Forked:
 
     def wait(self, seconds: float) -> tuple[int, str]:
         """Return its exit code and its output. Raises TimeoutError after ``seconds``."""
-        self.process.join(seconds)
-        code = self.process.exitcode
+        code = self._exit_code(seconds)
         if code is None:
             raise TimeoutError(f"it has not ended after {seconds:g} s:\n{self.output[-4000:]}")
         return code, self.output
+
+    def _exit_code(self, seconds: float) -> int | None:
+        if self._code is None:
+            self._code = self._number(seconds)
+        return self._code
+
+    def _number(self, seconds: float) -> int | None:
+        """Return the next number that its watcher says; None if there is none within ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._read:
+            if not select.select([self._link], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return None
+            received = self._link.recv(64)
+            assert received, "the watcher of a program has ended"
+            self._read += received
+        line, _, self._read = self._read.partition(b"\n")
+        return int(line)
 
 
 @contextlib.contextmanager
@@ -65,17 +83,19 @@ def forked(
 
     ``log`` receives the output; the program finds ``environment`` in its own.
     """
-    os.environ.update(_THREADS)
-    _SERVER.set_forkserver_preload(_PRELOADED)
-    log.unlink(missing_ok=True)
-    process = _SERVER.Process(target=_run, args=(tuple(program), tuple(arguments), str(log), environment))
-    process.start()
-    try:
-        yield Forked(process, log)
-    finally:
-        process.kill()
-        process.join(10)
-        process.close()
+    own = {**os.environ, **_THREADS, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    request = {"argv": [*program, *arguments], "cwd": os.getcwd(), "environ": own, "fds": [1, 2]}
+    with socket.socket(socket.AF_UNIX) as link, log.open("wb") as output:
+        link.connect(str(warm_python().parents[1] / "socket"))
+        socket.send_fds(link, [b"."], [output.fileno(), output.fileno()])
+        link.sendall(json.dumps(request).encode() + b"\n")
+        process = Forked(link, log)
+        try:
+            yield process
+        finally:
+            if process.runs:
+                process.signal(signal.SIGKILL)
+                process.wait(10)
 
 
 def run_forked(
@@ -84,17 +104,3 @@ def run_forked(
     """Run as ``forked`` does to the end; return the exit code and the output."""
     with forked(program, arguments, log, **environment) as process:
         return process.wait(seconds)
-
-
-def _run(program: Sequence[str], arguments: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
-    """Do in the fork what ``python`` does with ``program`` and ``arguments``."""
-    os.environ.update(environment)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    kind, what = program
-    sys.argv = [kind, *arguments]
-    if kind == "-m":
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
-    else:
-        exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import small_run as run
 import torch
+from forked import run_forked
 from ready_data import ready_data
 from safetensors.torch import load_file
 from test_two_steps import SAMPLING, TRAINING, Answering
@@ -211,8 +212,9 @@ async def test_two_fillers_of_a_host_have_two_copies_and_heal_that_of_a_killed_o
 ) -> None:
     flags = {"model_name_or_path": base, "lease_seconds": 1, "teacher_concurrency": 1}
     words = [f"--{name}={value}" for name, value in (vars(configs[RunConfig]) | flags).items() if value]
-    killed = await asyncio.create_subprocess_exec(sys.executable, "-c", DIES, "teach", "--self", *words)
-    assert await asyncio.wait_for(killed.wait(), 60) == -signal.SIGKILL
+    killed = ("-c", DIES), ["teach", "--self", *words], tmp_path / "killed.log", 60.0
+    code, said = await asyncio.to_thread(run_forked, *killed)
+    assert code == -signal.SIGKILL, said
     folder = tmp_path / ".agentrl" / "weights" / store.run_name
     half = json.loads((folder / "old_logprobs" / "state.json").read_text())
     assert (half["version"], half["applying"]) == (1, [2])

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,12 +126,14 @@ async def test_rename_moves_database_folder_and_settings(
 
 @pytest.mark.parametrize("place", ["copy", "paths", "move", "drop"])
 async def test_a_killed_renaming_leaves_one_run_that_the_same_command_finishes(
-    store: Store, run_config: RunConfig, new: RunConfig, tmp_path: Path, place: str
+    store: Store, run_config: RunConfig, new: RunConfig, tmp_path: Path, warm_python: Path, place: str
 ) -> None:
     output, before = await filled(store, run_config, tmp_path), await contents(run_config)
     words = ["--db_connection_string", str(run_config.db_connection_string), "rename", run_config.run_name]
+    program = tmp_path / "killed.py"
+    program.write_text(_KILLED, encoding="utf-8")
     killed = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _KILLED, place, *words, new.run_name, cwd=tmp_path
+        warm_python, program, place, *words, new.run_name, cwd=tmp_path
     )
     assert await asyncio.wait_for(killed.wait(), 120) == -signal.SIGKILL
     for run in (run_config, new):
