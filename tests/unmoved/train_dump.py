@@ -105,12 +105,11 @@ def make_model(folder: Path) -> Path:
 
 def train(model: Path, scratch: Path) -> list[Step]:
     """Import the run into a new database and train it in a process of its own; return its steps."""
-    folder, mongo = scratch / "run", scratch / "mongo"
-    unpack(folder)
+    mongo = scratch / "mongo"
     database = ("--run_name", NAME, "--mongo_dir", str(mongo))
     try:
         agentrl("mongo", "up", "--mongo_dir", str(mongo))
-        agentrl("db", "import", str(folder), *database)
+        agentrl("db", "import", str(RUN), *database)
         agentrl(
             "train", *database, *FLAGS, "--model_name_or_path", str(model), "--output_dir",
             str(scratch / "output"), "--log_dir", str(scratch / "logs"), seconds=TRAIN_SECONDS,
@@ -119,14 +118,6 @@ def train(model: Path, scratch: Path) -> list[Step]:
         return list(read_steps(uri))
     finally:
         agentrl("mongo", "down", "--mongo_dir", str(mongo))
-
-
-def unpack(folder: Path) -> None:
-    """Write the stored run as ``agentrl db export`` wrote it."""
-    folder.mkdir()
-    (folder / "manifest.json").write_bytes((RUN / "manifest.json").read_bytes())
-    for file in RUN.glob("*.jsonl.xz"):
-        (folder / file.stem).write_bytes(lzma.decompress(file.read_bytes()))
 
 
 def agentrl(*arguments: str, seconds: float = COMMAND_SECONDS) -> str:

@@ -136,7 +136,11 @@ def _verify_file(folder: str, file: Mapping[str, Any]) -> str | None:
 def _copy(subparsers: Any) -> None:
     export = subparsers.add_parser("export", help="write a run into a folder: JSONL files and checksums")
     export.add_argument("folder", metavar="DIR", help="the folder to make; it must not exist, or be empty")
-    export.add_argument(
+    form = export.add_mutually_exclusive_group()
+    form.add_argument(
+        "--compress", action="store_true", help="compress each file by xz, to about a tenth: NAME.jsonl.xz"
+    )
+    form.add_argument(
         "--hf", action="store_true",
         help="write a dataset of the scored trajectories instead: Parquet that datasets.load_dataset reads;"
         " it cannot be imported",
@@ -166,7 +170,8 @@ async def export_run(run: RunConfig, arguments: argparse.Namespace) -> int:
         return 0
     async with await open_existing(run) as store:
         with progress(f"exporting run {run.run_name}, documents") as work:
-            manifest = await Transfer(store.connection, on_documents=work.advance).export(folder)
+            transfer = Transfer(store.connection, on_documents=work.advance)
+            manifest = await transfer.export(folder, compress=arguments.compress)
     _print(manifest)
     print(f"{run.run_name} → {folder}: {_sum(manifest)}; {MANIFEST} has the SHA-256 of each file")
     return 0

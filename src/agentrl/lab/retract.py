@@ -30,7 +30,15 @@ from agentrl.documents.status import StepStatus, VersionStatus
 from agentrl.documents.training import Checkpoint, TrainStep, read_checkpoints
 from agentrl.errors import ConfigError, StoreError
 from agentrl.lab.deletion import Retractions, RetractSelection, Withdrawing
-from agentrl.lab.transfer import FILE, MANIFEST, Transfer, require_pyarrow, verify, withdrawn_in
+from agentrl.lab.transfer import (
+    COMPRESSED,
+    FILE,
+    MANIFEST,
+    Transfer,
+    require_pyarrow,
+    verify,
+    withdrawn_in,
+)
 from agentrl.observe.progress import progress
 from agentrl.store.client import Store, open_connection, open_existing, open_store
 from agentrl.store.mechanics.connection import Connection
@@ -272,7 +280,7 @@ def find_exports(path: str) -> list[Path]:
 
 
 def _is_export(folder: Path) -> bool:
-    is_archive = (folder / MANIFEST).is_file() and any(folder.glob("*.jsonl"))
+    is_archive = (folder / MANIFEST).is_file() and any(folder.glob("*.jsonl*"))
     return is_archive or (folder / FILE).is_file()
 
 
@@ -305,7 +313,8 @@ async def withdraw_from(
     if (folder / FILE).is_file():
         return _filter_dataset(folder, stones)
     created = {key: stone.created_at for key, stone in stones.items()}
-    held = withdrawn_in(folder, verify(folder), created)
+    manifest = verify(folder)
+    held = withdrawn_in(folder, manifest, created)
     if not held:
         return 0
     scratch = replace(run, run_name=f"retract_{secrets.token_hex(6)}")
@@ -318,7 +327,8 @@ async def withdraw_from(
         await Retractions(connection).begin(chosen, because, by, rebuilds=False)
         await delete_withdrawn(connection)
         await finish_withdrawn(connection, is_sampled=False)
-        await Transfer(connection).export(new)
+        compress = any(item.file.endswith(COMPRESSED) for item in manifest.collections)
+        await Transfer(connection).export(new, compress=compress)
     finally:
         await connection.client.drop_database(scratch.run_name)
         await connection.close()

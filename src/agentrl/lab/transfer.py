@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import lzma
 import os
 import re
 import secrets
@@ -22,7 +23,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Final
+from typing import IO, Annotated, Any, BinaryIO, Final, Literal
 
 import bson
 from bson import json_util
@@ -172,6 +173,7 @@ def _is_alive(maker: Maker) -> bool:
 
 
 MANIFEST: Final = "manifest.json"
+COMPRESSED: Final = ".xz"
 FORMAT: Final = 1
 
 _READ_BYTES = 2**20
@@ -205,7 +207,10 @@ def _digest(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedFile(SettingsModel):
-    """One collection in the folder: ``file`` holds ``documents`` lines."""
+    """One collection in the folder: ``file`` holds ``documents`` lines, compressed if it ends in ``.xz``.
+
+    ``bytes`` and ``sha256`` are those of the lines.
+    """
 
     collection: Annotated[str, AfterValidator(_collection)]
     file: str
@@ -214,7 +219,7 @@ class ExportedFile(SettingsModel):
     sha256: Annotated[str, AfterValidator(_digest)]
 
     def __post_init__(self) -> None:
-        if self.file != f"{self.collection}.jsonl":
+        if self.file.removesuffix(COMPRESSED) != f"{self.collection}.jsonl":
             raise wrong(f"{self.collection}.jsonl", "file")
 
 
@@ -247,13 +252,15 @@ def verify(folder: Path) -> Manifest:
     for item in manifest.collections:
         digest, size, lines = hashlib.sha256(), 0, 0
         try:
-            with (folder / item.file).open("rb") as stream:
-                while block := stream.read(_READ_BYTES):
+            with _open(folder / item.file) as stream:
+                # Stop behind the size that it should have: a small file may decompress to any.
+                while size <= item.bytes and (block := stream.read(_READ_BYTES)):
                     digest.update(block)
                     size += len(block)
                     lines += block.count(b"\n")
-        except OSError as error:
-            raise StoreError(f"{folder / item.file} cannot be read: {error.strerror}") from error
+        except (OSError, EOFError, lzma.LZMAError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise StoreError(f"{folder / item.file} cannot be read: {reason}") from error
         if (size, lines, digest.hexdigest()) != (item.bytes, item.documents, item.sha256):
             raise StoreError(
                 f"{folder / item.file} differs from {MANIFEST}: {size} bytes, {lines} documents and"
@@ -262,6 +269,10 @@ def verify(folder: Path) -> Manifest:
                 hint="copy the folder again; nothing has been written to the database",
             )
     return manifest
+
+
+def _open(file: Path, mode: Literal["rb", "wb"] = "rb") -> IO[bytes]:
+    return lzma.open(file, mode) if file.suffix == COMPRESSED else file.open(mode)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -302,7 +313,7 @@ def encode_line(raw: bytes) -> bytes:
 
 def read_lines(file: Path) -> Iterator[bytes]:
     """Yield the BSON documents that ``encode_line`` wrote. Raises StoreError for a line of another kind."""
-    with file.open("rb") as stream:
+    with _open(file) as stream:
         for number, line in enumerate(stream, start=1):
             if (raw := _decoded(line)) is None:
                 raise StoreError(f"{file}, line {number}, is not a document in canonical extended JSON")
@@ -359,9 +370,10 @@ class Transfer(Repository):
         self._on_documents = on_documents or (lambda count: None)
 
     @database_call
-    async def export(self, folder: Path) -> Manifest:
+    async def export(self, folder: Path, *, compress: bool = False) -> Manifest:
         """Write the run into ``folder``, which must not exist or be empty, as of one moment.
 
+        ``compress`` compresses each file by xz.
         The folder appears when it is complete. Raises StoreError if the server no longer holds that moment.
         """
         require_empty(folder)
@@ -371,7 +383,7 @@ class Transfer(Repository):
         with writing_folder(folder) as temporary:
             async with self._connection.client.start_session(snapshot=True) as session:
                 try:
-                    files = [await self._export(name, temporary, session) for name in names]
+                    files = [await self._export(name, temporary, session, compress) for name in names]
                 except OperationFailure as error:
                     if error.code != _SNAPSHOT_GONE:
                         raise
@@ -461,11 +473,14 @@ class Transfer(Repository):
         names = [entry["name"] async for entry in listed]
         return sorted(name for name in names if not name.startswith("system."))
 
-    async def _export(self, name: str, folder: Path, session: AsyncClientSession) -> ExportedFile:
+    async def _export(
+        self, name: str, folder: Path, session: AsyncClientSession, compress: bool
+    ) -> ExportedFile:
         if not is_collection_name(name):
             raise StoreError(f"collection {name!r} has a name that cannot be a file name")
-        file, digest, lines, size = f"{name}.jsonl", hashlib.sha256(), 0, 0
-        with (folder / file).open("wb") as stream:
+        file = f"{name}.jsonl{COMPRESSED if compress else ''}"
+        digest, lines, size = hashlib.sha256(), 0, 0
+        with _open(folder / file, "wb") as stream:
             async for document in self._documents(name, session):
                 line = encode_line(bytes(document.raw))
                 stream.write(line)

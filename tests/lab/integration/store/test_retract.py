@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -243,17 +244,23 @@ async def test_exports_lose_it_and_an_old_one_is_not_imported(
     store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await run.build(store, tmp_path / "weights")
-    archive, dataset, old = (tmp_path / "exports" / name for name in ("archive", "dataset", "old"))
+    names = ("archive", "compressed", "dataset", "old")
+    archive, compressed, dataset, old = (tmp_path / "exports" / name for name in names)
     assert await agentrl_db(run_config, "export", str(archive)) == 0
+    assert await agentrl_db(run_config, "export", str(compressed), "--compress") == 0
     assert await agentrl_db(run_config, "export", str(dataset), "--hf") == 0
     shutil.copytree(archive, old)
-    words = ("--record", FIRST, "--archive", str(archive), "--archive", str(dataset))
-    assert await agentrl_retract(run_config, *words) == 0
+    given = [word for folder in (archive, compressed, dataset) for word in ("--archive", str(folder))]
+    assert await agentrl_retract(run_config, "--record", FIRST, *given) == 0
     said = capsys.readouterr().out
     assert f"{archive}: 1 withdrawn documents are taken out" in said
+    assert f"{compressed}: 1 withdrawn documents are taken out" in said
     assert f"{dataset}: 1 withdrawn documents are taken out" in said
     holding = [path.name for path in archive.iterdir() if FIRST in path.read_text(encoding="utf-8")]
     assert holding == ["Tombstone.jsonl"]
+    texts = {path.name: lzma.decompress(path.read_bytes()).decode() for path in compressed.glob("*.xz")}
+    holding = [name for name, text in texts.items() if FIRST in text]
+    assert holding == ["Tombstone.jsonl.xz"]
     assert FIRST not in parquet.read_table(dataset / FILE).column("id").to_pylist()
     copy = replace(run_config, run_name=f"{run_config.run_name}_copy")
     with pytest.raises(StoreError, match="holds 1 Records or Tasks that were withdrawn"):

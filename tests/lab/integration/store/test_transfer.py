@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import lzma
 import os
 import sys
 import uuid
@@ -85,16 +86,18 @@ def test_every_document_comes_back_byte_by_byte(document: dict[str, Any], tmp_pa
     assert list(read_lines(tmp_path / "x")) == [raw, raw]
 
 
+@pytest.mark.parametrize("compress", [False, True])
 async def test_export_import_export_is_byte_identical(
-    store: Store, vacant: RunConfig, tmp_path: Path
+    store: Store, vacant: RunConfig, tmp_path: Path, compress: bool
 ) -> None:
     await fill(store)
-    manifest = await Transfer(store.connection).export(tmp_path / "first")
+    manifest = await Transfer(store.connection).export(tmp_path / "first", compress=compress)
+    assert {item.file.endswith(".xz") for item in manifest.collections} == {compress}
     counts = {item.collection: item.documents for item in manifest.collections}
     assert (counts["Task"], counts["Extra"], counts["Record"]) == (1203, len(AWKWARD), 0)
     await load(vacant, tmp_path / "first")
     async with await open_existing(vacant) as copy:
-        second = await Transfer(copy.connection).export(tmp_path / "second")
+        second = await Transfer(copy.connection).export(tmp_path / "second", compress=compress)
         originals = [raw async for raw in store.database["Extra"].find(sort=[("_id", 1)])]
         copies = [raw async for raw in copy.database["Extra"].find(sort=[("_id", 1)])]
         assert str(originals) == str(copies)
@@ -166,6 +169,23 @@ async def test_a_manifest_of_something_else_is_refused(
         (folder / MANIFEST).write_text(text)
         with pytest.raises(StoreError, match="not the manifest of an export"):
             read_manifest(folder)
+
+
+async def test_a_compressed_file_that_is_damaged_or_larger_than_it_says_is_refused(
+    store: Store, vacant: RunConfig, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    await Transfer(store.connection).export(folder, compress=True)
+    file = folder / "Run.jsonl.xz"
+    data = file.read_bytes()
+    for harm, problem in (
+        (data[:-10], "cannot be read: Compressed file ended"),
+        (b"x" + data, "cannot be read: Input format not supported"),
+        (lzma.compress(bytes(2**24)), f"differs from manifest.json: {2**20} bytes"),
+    ):
+        file.write_bytes(harm)
+        with pytest.raises(StoreError, match=rf"Run.jsonl.xz {problem}"):
+            await load(vacant, folder)
 
 
 @pytest.mark.parametrize(
