@@ -8,7 +8,7 @@
 #
 # Without arguments, pytest runs three times: the core's unit tests and its run of two steps, where there is no wing
 # (core_alone.sh); what computes or has a database to itself ($apart); all other tests, which start processes and wait
-# for them, a file in one process.
+# for them, three files at once.
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
@@ -70,7 +70,7 @@ case $code in
   *) exit "$code" ;;
 esac
 
-rest=("$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/core/unit
+rest=("$bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/core/unit
   --ignore=tests/core/integration/test_two_steps.py "${apart[@]/#/--ignore=}")
 [ "$failed" = 1 ] || exec "${rest[@]}"
 step "${rest[@]}" || true
