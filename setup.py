@@ -11,8 +11,8 @@ from setuptools.command.build_py import build_py
 SOURCE = Path("assets")
 BESIDE = ("deploy/sglang", "deploy/vllm", "requirements")
 """Folders that a wheel has in ``agentrl/assets/`` and a clone beside ``assets/``."""
-LEFT_OUT = shutil.ignore_patterns("agent_config.yml", "__pycache__", "*.pyc", ".*")
-"""What is not shipped. agent_config.yml, which a user makes from the example beside it, contains keys."""
+LEFT_OUT = shutil.ignore_patterns("agent_config.yml", "results", "__pycache__", "*.pyc", ".*")
+"""What is not shipped: archives, and the keys in agent_config.yml, which a user makes from the example."""
 
 
 class BuildWithAssets(build_py):

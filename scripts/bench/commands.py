@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from agentrl.base.installation import shipped_files
 from agentrl.base.processes import (
     StoppedBySignalError,
     SupervisedProcess,
@@ -73,8 +74,10 @@ def command(name: str, flags: Sequence[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of the processes: few threads, no network."""
-    return {**os.environ, **thread_limits(), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    """Return the environment of the processes: few threads, no network, the package ``demo``."""
+    paths = os.pathsep.join(filter(None, [str(shipped_files()), os.environ.get("PYTHONPATH")]))
+    own = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "PYTHONPATH": paths}
+    return {**os.environ, **thread_limits(), **own}
 
 
 def agentrl(name: str, flags: Sequence[str], work: Path) -> None:

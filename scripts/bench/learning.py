@@ -1,15 +1,19 @@
-"""Train a tiny model on an environment, and test whether its score on held-out tasks rises.
+"""Train a small model on an environment, and test whether its score on held-out tasks rises.
 
     python scripts/bench/learning.py --case gcd [--seeds 3] [--minutes 15] [--plot FILE] [--json FILE]
     python scripts/bench/learning.py --case frozen_lake
     python scripts/bench/learning.py --case openenv         after `bash scripts/setup_openenv.sh`
+    python scripts/bench/learning.py --case reverse_words   SmolLM2-135M
     python scripts/bench/learning.py --quick        one step, of a model without a warm-up
 
-Each seed makes a two-layer model, warms it up (learning_cases.py), and trains it with an engine, a sampler
-and a trainer of its own, for --minutes at most. Then `agentrl eval` evaluates the version before the first
-step, versions in between and the last one on held-out tasks of the environment; those whose text is that of
-a training task do not count. The paired tests are those of `agentrl eval compare`: per seed, and over all
-seeds. Exits with 1 if the score does not rise with p < 0.01 over all seeds.
+Each seed makes a two-layer model and warms it up, or takes a pretrained one (learning_cases.py), and trains
+it with an engine, a sampler and a trainer of its own, for --minutes at most. Then `agentrl eval` evaluates
+the version before the first step, versions in between and the last one on held-out tasks of the environment;
+those whose text is that of a training task do not count. The paired tests are those of `agentrl eval
+compare`: per seed, and over all seeds. Exits with 1 if the score does not rise with p < 0.01 over all seeds.
+
+--export keeps the runs as archives, which `agentrl db import` opens. Seeds may train in processes of their
+own, each with --first_seed, --seeds 1, --work and --json; --results makes the table and the plot of them all.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from typing import Any
 
 import demo_path  # noqa: F401
 from commands import agentrl, database, newest_version, server, train_run
+from demo import smollm
 from demo.tiny import build_tiny_model
 from harness import bench_parser
 from learning_cases import CASES, Case, corpus, quick_case
@@ -76,6 +81,10 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=15.0, help="limit of each training (default: 15)")
     parser.add_argument("--plot", type=Path, help="write the plot to this file")
     parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--export", type=Path, help="export each run into this folder, as CASE-SEED")
+    parser.add_argument(
+        "--results", type=Path, nargs="+", help="train nothing: print and plot what these --json files have"
+    )
     parser.add_argument(
         "--work", type=Path, help="keep models, logs and database here; made models are reused"
     )
@@ -85,10 +94,13 @@ def main() -> int:
     elif given.case is None:
         parser.error("--case is missing: " + " or ".join(CASES))
     case: Case = quick_case(CASES[given.case or "gcd"]) if given.quick else CASES[given.case]
-    environment = server(case.server, int(case.server[-1])) if case.server else nullcontext()
-    with database(given.work) as (work, _), environment:
-        seeds = range(given.first_seed, given.first_seed + given.seeds)
-        results = [run_seed(case, seed, given.minutes, work) for seed in seeds]
+    if given.results is not None:
+        results = [result for file in given.results for result in read_results(file)]
+    else:
+        environment = server(case.server, int(case.server[-1])) if case.server else nullcontext()
+        with database(given.work) as (work, _), environment:
+            seeds = range(given.first_seed, given.first_seed + given.seeds)
+            results = [run_seed(case, seed, given.minutes, work, given.export) for seed in seeds]
     every = [pair for result in results for pair in result.pairs]
     print_results(results, every)
     overall = difference(every)
@@ -99,20 +111,20 @@ def main() -> int:
     return 0 if given.quick or rises(every) else 1
 
 
-def run_seed(case: Case, seed: int, minutes: float, work: Path) -> Result:
-    """Make the model, train it and evaluate its versions."""
+def run_seed(case: Case, seed: int, minutes: float, work: Path, export: Path | None = None) -> Result:
+    """Make the model, train it, evaluate its versions, and export the run below ``export``."""
     model = prepare_model(case, seed, work)
     run = RunConfig(
         run_name=f"{case.name}-{seed}-{time.time_ns() // 10**9}", mongo_dir=str(work / "mongo"),
         log_dir=str(work / "logs" / f"{case.name}-{seed}"),
     )  # fmt: skip
+    output = str(work / "output" / run.run_name)
     common = [
         "--run_name", run.run_name, "--mongo_dir", run.mongo_dir, "--log_dir", run.log_dir,
-        "--seed", str(seed), "--model_name_or_path", str(model),
-        "--output_dir", str(work / "output" / run.run_name), *case.flags,
+        "--seed", str(seed), "--model_name_or_path", str(model), "--output_dir", output, *case.flags,
     ]  # fmt: skip
     began = time.monotonic()
-    every = max(1, case.steps // 6)
+    every = max(1, case.steps // case.evaluations)
     flags = {
         "serve": common,
         "sample": [*common, "--train_file", case.address(case.training_tasks, 1)],
@@ -129,11 +141,20 @@ def run_seed(case: Case, seed: int, minutes: float, work: Path) -> Result:
     result = asyncio.run(read(run, seed, seconds))
     print(f"seed {seed}: {result.points[0].score:.3f} -> {result.points[-1].score:.3f} after"
           f" {result.points[-1].step} steps, {seconds:.0f} s of training", flush=True)  # fmt: skip
+    if export is not None:
+        where = ("--run_name", run.run_name, "--mongo_dir", run.mongo_dir)
+        first = result.points[-1].step + 1 - case.exported_steps
+        if first > 1:
+            agentrl("db", ["prune", "--before_step", str(first), "--output_dir", output, *where], work)
+        agentrl("db", ["export", str(export / f"{case.name}-{seed}"), "--compress", *where], work)
     return result
 
 
 def prepare_model(case: Case, seed: int, work: Path) -> Path:
-    """Return the folder of the warmed-up model of a seed; make it first if it is missing."""
+    """Return the folder of the pretrained, or of a seed's warmed-up model; make it if it is missing."""
+    if case.model is not None:
+        smollm.main(case.model)
+        return case.model
     folder = work / "models" / f"{case.name}-{seed}"
     if (folder / "config.json").is_file():
         return folder
@@ -216,12 +237,19 @@ def cells(pairs: Pairs) -> str:
 
 def as_json(case: Case, results: Sequence[Result], overall: Difference) -> dict[str, Any]:
     """Return all results as JSON."""
-    seeds = [
-        {"seed": item.seed, "seconds": item.seconds, "points": [vars(point) for point in item.points],
-         "test": asdict(difference(item.pairs))}
-        for item in results
-    ]  # fmt: skip
+    seeds = [{**asdict(item), "test": asdict(difference(item.pairs))} for item in results]
     return {"case": case.name, "seeds": seeds, "overall": asdict(overall)}
+
+
+def read_results(file: Path) -> list[Result]:
+    """Return the results of a file that ``as_json`` made."""
+    return [
+        Result(
+            seed=item["seed"], seconds=item["seconds"], points=[Point(**point) for point in item["points"]],
+            pairs=[(before, after) for before, after in item["pairs"]],
+        )
+        for item in json.loads(file.read_text(encoding="utf-8"))["seeds"]
+    ]  # fmt: skip
 
 
 def plot(case: Case, results: Sequence[Result], overall: Difference, out: Path) -> None:

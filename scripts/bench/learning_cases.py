@@ -1,4 +1,4 @@
-"""Define the environments of ``learning.py``: their tasks, flags, and the conversations of the warm-up.
+"""Define the environments of ``learning.py``: their tasks, flags, and the model or its warm-up.
 
 The warm-up teaches a model with random weights the form of an answer only: a pupil who answers any number, a
 player who moves at random. The robot also sees what to read: one move in two follows its goal. What is right
@@ -7,6 +7,7 @@ or better is learned by reinforcement.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +19,9 @@ from agentrl.environments.environment import ENVIRONMENTS, TaskRequest
 from agentrl.rollout.load_tasks import Address
 from agentrl.worlds.textarena import Game
 
-CONFIGS = Path(__file__).parent / "configs"
+CONFIGS = Path(os.path.relpath(Path(__file__).parent / "configs"))
+"""As seen from here: the stored flags of a run name it."""
+SMOLLM = Path(".agentrl/models/SmolLM2-135M-Instruct")
 GAME = "FrozenLake-v0"
 MOVES = ("up", "down", "left", "right")
 ROOT = Path(__file__).parents[2]
@@ -34,16 +37,22 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One environment: where its tasks come from, how they are trained, and its warm-up."""
+    """One environment: where its tasks come from, its model or the warm-up of one, how it is trained."""
 
     name: str
     options: str
-    """The options of its address, without ``n`` and ``seed``."""
-    warm_up: Callable[[Case, random.Random], Iterator[Conversation]]
-    warm_up_steps: int
+    """Its address, without ``n`` and ``seed``."""
+    warm_up: Callable[[Case, random.Random], Iterator[Conversation]] | None = None
+    warm_up_steps: int = 0
     flags: tuple[str, ...]
     steps: int
+    evaluations: int = 6
+    """How many versions are evaluated, without the first."""
+    exported_steps: int = 100
+    """Of how many last steps an export keeps the model calls; of evaluations it keeps all."""
     held_out: int = 96
+    model: Path | None = None
+    """The pretrained model; None: one of two layers, with random weights before the warm-up."""
     context_tokens: int = 1024
     whole_numbers: bool = False
     """Whether a number may be one token; else each digit is one."""
@@ -54,11 +63,11 @@ class Case:
 
     def address(self, n: int, seed: int) -> str:
         """Return the address of ``n`` tasks."""
-        return f"env:{self.options}&n={n}&seed={seed}"
+        return f"env:{self.options}{'&' if '?' in self.options else '?'}n={n}&seed={seed}"
 
     def conversations(self, seed: int) -> Iterator[Conversation]:
         """Yield the conversations of the warm-up without end."""
-        return self.warm_up(self, random.Random(f"{self.name}/{seed}"))
+        return iter(()) if self.warm_up is None else self.warm_up(self, random.Random(f"{self.name}/{seed}"))
 
 
 def divisors(case: Case, choice: random.Random) -> Iterator[Conversation]:
@@ -122,6 +131,16 @@ _COMMON = (
 )  # fmt: skip
 
 
+_SMOLLM = (
+    *_COMMON, "--max_staleness", "0", "--groups_per_step", "4", "--max_running_requests", "32",
+    "--max_total_tokens", "12288", "--max_concurrent_samples_per_process", "32", "--max_turns", "1",
+    "--lora_rank", "16", "--freeze", r"layers\.([0-9]|1[0-4])\.", "--autocast_bf16", "auto",
+    "--learning_rate", "3e-3", "--lr_scheduler_type", "inverse_sqrt",
+    "--lr_scheduler_kwargs", '{"timescale": 1}',
+)  # fmt: skip
+"""As in the quickstart: adapters in the upper half of the layers, on what the newest weights sampled."""
+
+
 def quick_case(case: Case) -> Case:
     """Return the case with one step of two groups, and few tasks."""
     flags = (*case.flags, "--groups_per_step", "2", "--num_generations", "2", "--min_score_spread", "0",
@@ -138,6 +157,7 @@ CASES = {
         flags=(*_COMMON, "--groups_per_step", "16", "--max_turns", "1", "--max_prompt_tokens", "160",
                "--max_new_tokens", "12", "--learning_rate", "3e-4"),
         steps=120,
+        exported_steps=10,
         held_out=128,
     ),
     "frozen_lake": Case(
@@ -147,7 +167,10 @@ CASES = {
         warm_up_steps=40,
         flags=(*_COMMON, "--groups_per_step", "6", "--max_prompt_tokens", "1984",
                "--max_new_tokens", "12", "--learning_rate", "1e-3"),
-        steps=120,
+        steps=80,
+        evaluations=4,
+        exported_steps=10,
+        held_out=64,
         training_tasks=150,
         context_tokens=2048,
     ),
@@ -159,9 +182,22 @@ CASES = {
         flags=(*_COMMON, "--groups_per_step", "8", "--max_prompt_tokens", "240",
                "--max_new_tokens", "6", "--learning_rate", "1e-3", "--max_grad_norm", "0.3"),
         steps=30,
+        evaluations=3,
         held_out=64,
         training_tasks=400,
         server=(str(ROOT / ".venv-openenv/bin/python"), str(ROOT / "assets/examples/openenv/server.py"),
                 "--port", str(ROBOT_PORT)),
     ),
+    **{
+        name: Case(
+            name=name,
+            options=f"demo.words:{kind}",
+            flags=(*_SMOLLM, "--max_prompt_tokens", "320", "--max_new_tokens", "24"),
+            steps=16,
+            evaluations=2,
+            held_out=32,
+            model=SMOLLM,
+        )
+        for name, kind in (("reverse_words", "ReverseWords"), ("sort_words", "SortWords"))
+    },
 }  # fmt: skip
