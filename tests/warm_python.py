@@ -127,7 +127,10 @@ def _start_server(folder: Path, starter: Path, variables: dict[str, str]) -> Non
     until = time.monotonic() + _READY_SECONDS
     while not starter.exists():
         assert os.waitpid(server, os.WNOHANG) == (0, 0), "the server of warm_python has ended"
-        assert time.monotonic() < until, f"warm_python has not imported in {_READY_SECONDS:g} s"
+        if time.monotonic() > until:
+            os.kill(server, signal.SIGKILL)
+            os.waitpid(server, 0)
+            raise AssertionError(f"warm_python has not imported in {_READY_SECONDS:g} s")
         time.sleep(0.05)
 
 
@@ -139,6 +142,7 @@ def _serve(folder: Path) -> dict[str, Any]:
             importlib.import_module(module)
     path, starter = folder / "socket", folder / "bin" / "python"
     listener = socket.socket(socket.AF_UNIX)
+    path.unlink(missing_ok=True)  # of one that was killed
     listener.bind(str(path))
     listener.listen(64)
     _make_venv(starter, str(path))

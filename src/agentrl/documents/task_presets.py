@@ -32,7 +32,7 @@ _ASKED: Final = (
     ("####", re.compile(r"####")),
     ("Answer:", re.compile(r"Answer:\s*\\?\$[A-Za-z]|(?:after|with|form|format)\W+Answer:", re.IGNORECASE)),
 )
-"""How a prompt says in which form it wants the answer: ``answer_schema`` → the mark in its text."""
+"""How a prompt says in which form it wants the answer: ``answer_schema``, which is in the mark → the mark."""
 _BOXED = {"scorer": "math", "answer_schema": "boxed"}
 
 
@@ -108,7 +108,8 @@ def asked_schema(texts: Iterable[str]) -> str | None:
     ``texts`` are the system prompt and the user's messages.
     """
     text = "\n".join(texts)
-    return next((schema for schema, mark in _ASKED if mark.search(text)), None)
+    folded = text.upper()  # plain words are found 100 times as fast as marks, and few tasks have one
+    return next((schema for schema, mark in _ASKED if schema.upper() in folded and mark.search(text)), None)
 
 
 def _original(row: Row) -> Row:

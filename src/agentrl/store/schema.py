@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+from collections.abc import Awaitable, Iterator
 from datetime import datetime
 from enum import Enum
 from types import NoneType, UnionType
@@ -17,6 +18,7 @@ from pymongo import ASCENDING, DESCENDING, IndexModel
 from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
+from agentrl.base.concurrency import task_group
 from agentrl.base.registry import Registry
 from agentrl.documents.document import Document, Root, now
 from agentrl.documents.images import Image
@@ -65,6 +67,7 @@ logger = logging.getLogger(__name__)
 
 _NOT_ALLOWED = 13
 _COLLECTION_EXISTS = 48
+_LANES = 4
 _UP, _DOWN = ASCENDING, DESCENDING
 
 _PLAIN: dict[Any, tuple[str, list[str]]] = {
@@ -368,22 +371,41 @@ async def prepare(database: AsyncDatabase[Json]) -> None:
     """Create what is missing and update validators and views. Any number of processes may call it at once."""
     cursor = await database.list_collections()
     existing = {entry["name"]: entry["options"] async for entry in cursor}
-    for name, validator in VALIDATORS.items():
+
+    async def collection(name: str, validator: Json) -> None:
+        missing = INDEXES.get(name, [])
         if name not in existing:
             await _create(database, name, validator=validator)
-        # Compare first: collMod locks the collection, and each process that starts would lock it.
-        elif existing[name].get("validator") != validator:
-            await _update(database, name, validator=validator)
-        missing = await _missing_indexes(database, name) if name in INDEXES else []
+        else:
+            # Compare first: collMod locks the collection, and each process that starts would lock it.
+            if existing[name].get("validator") != validator:
+                await _update(database, name, validator=validator)
+            missing = await _missing_indexes(database, name) if missing else []
         if missing:
             await database[name].create_indexes(missing)
-    for gate in (Gate(), Gate(id=TURN)):
-        await insert_if_missing(database[connection.GATE], gate)
-    for name, (source, pipeline) in VIEWS.known().items():
+
+    async def view(name: str, source: str, pipeline: list[Json]) -> None:
         if name not in existing:
             await _create(database, name, viewOn=source, pipeline=pipeline)
         elif existing[name].get("pipeline") != pipeline:
             await _update(database, name, viewOn=source, pipeline=pipeline)
+
+    await _side_by_side(collection(*item) for item in VALIDATORS.items())
+    for gate in (Gate(), Gate(id=TURN)):
+        await insert_if_missing(database[connection.GATE], gate)
+    await _side_by_side(view(name, *found) for name, found in VIEWS.known().items())
+
+
+async def _side_by_side(jobs: Iterator[Awaitable[None]]) -> None:
+    """Await all ``jobs``, several at once: each waits for the server's journal."""
+
+    async def some() -> None:
+        for job in jobs:
+            await job
+
+    async with task_group() as lanes:
+        for _ in range(_LANES):
+            lanes.create_task(some())
 
 
 async def _update(database: AsyncDatabase[Json], name: str, **options: Any) -> None:

@@ -31,7 +31,7 @@ from agentrl.store.steps import StaleVersions
 pytestmark = pytest.mark.integration
 
 GROUPS = tuple(task_key("train", 0, name) for name in "abcde")
-MANY = 2_000
+MANY = 400
 """Data of a step, many times those of a part."""
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,92 +59,91 @@ def _install(npm: str, folder: Path) -> None:
     (folder / "installed").touch()
 
 
-class Shell:
-    """mongosh on the database of one run."""
-
-    def __init__(self, program: Path, uri: str, home: Path) -> None:
-        self._command = [str(program), "--quiet", "--json=relaxed", uri]
-        settings = home / ".mongodb" / "mongosh" / "config"
-        settings.parent.mkdir(parents=True)
-        settings.write_text('{"enableTelemetry": false}', encoding="utf-8")
-        self._environment = {**os.environ, "HOME": str(home)}
-
-    async def ask(self, question: str) -> list[dict[str, Any]]:
-        """The answer to a playground file of assets/compass."""
-        return await asyncio.to_thread(self.run, (QUESTIONS / question).read_text(encoding="utf-8"))
-
-    def run(self, script: str) -> Any:
-        done = subprocess.run(
-            [*self._command, "--eval", script], env=self._environment, capture_output=True, text=True,
-            timeout=60, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return json.loads(done.stdout)
-
-
 @pytest.fixture
-async def shell(mongosh: Path, store: Store, run_config: RunConfig, tmp_path: Path) -> Shell:
+async def ask(
+    mongosh: Path, store: Store, run_config: RunConfig, tmp_path: Path
+) -> Callable[[], dict[str, Any]]:
+    """Ask all playground files of assets/compass in one mongosh; return the answers by number."""
     await build(store, tmp_path / "weights")
     server, _, options = str(run_config.db_connection_string).partition("/?")
-    return Shell(mongosh, f"{server}/{run_config.run_name}?{options}", tmp_path / "home")
+    settings = tmp_path / ".mongodb" / "mongosh" / "config"
+    settings.parent.mkdir(parents=True)
+    settings.write_text('{"enableTelemetry": false}', encoding="utf-8")
+
+    def run() -> dict[str, Any]:
+        asked = {
+            path.name[:2]: path.read_text(encoding="utf-8").rstrip().removesuffix(";")
+            for path in sorted(QUESTIONS.glob("*.mongodb.js"))
+        }
+        script = ",\n".join(f'"{number}": (\n{question}\n)' for number, question in asked.items())
+        done = subprocess.run(
+            [str(mongosh), "--quiet", "--json=relaxed", f"{server}/{run_config.run_name}?{options}",
+             "--eval", f"({{{script}}})"],
+            env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True, timeout=120,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        answers: dict[str, Any] = json.loads(done.stdout)
+        return answers
+
+    return run
 
 
 def ids(answer: list[dict[str, Any]]) -> list[str]:
     return [row["_id"] for row in answer]
 
 
-async def test_mongosh_answers_what_a_step_trained(shell: Shell) -> None:
-    made = await shell.ask("01-trajectories-of-a-step.mongodb.js")
-    assert [(row["trajectory"], row["score"], row["staleness"]) for row in made] == [
+async def test_mongosh_answers_the_ten_questions(ask: Callable[[], dict[str, Any]]) -> None:
+    answers = await asyncio.to_thread(ask)
+    assert len(answers) == 10
+    _check_a_step(answers)
+    _check_failures_tools_and_engines(answers)
+    _check_groups_and_tasks(answers)
+    _check_turns(answers)
+
+
+def _check_a_step(answers: dict[str, Any]) -> None:
+    assert [(row["trajectory"], row["score"], row["staleness"]) for row in answers["01"]] == [
         ("train/1/task_002/0/1", 1.0, 1), ("train/1/task_002/1/1", 0.0, 0),
     ]  # fmt: skip
-    stale = await shell.ask("07-staleness-of-a-step.mongodb.js")
-    assert [(row["_id"], row["trajectories"], row["mean_score"]) for row in stale] == [
+    assert [(row["_id"], row["trajectories"], row["mean_score"]) for row in answers["07"]] == [
         (0, 1, 0.0),
         (1, 1, 1.0),
     ]
-    waiting = await shell.ask("08-waiting-for-training.mongodb.js")
-    assert ids(waiting) == ["train/1/task_004/0/1", "train/1/task_004/1/1"]
-    assert all(row["staleness_now"] == 1 and row["seconds_waiting"] >= 0 for row in waiting)
+    assert ids(answers["08"]) == ["train/1/task_004/0/1", "train/1/task_004/1/1"]
+    assert all(row["staleness_now"] == 1 and row["seconds_waiting"] >= 0 for row in answers["08"])
 
 
-async def test_mongosh_answers_what_failed_and_which_tool_and_engine_are_slow(shell: Shell) -> None:
-    failed = await shell.ask("02-failures-of-the-night.mongodb.js")
-    assert [(row["_id"], row["newest_message"]) for row in failed] == [
+def _check_failures_tools_and_engines(answers: dict[str, Any]) -> None:
+    assert [(row["_id"], row["newest_message"]) for row in answers["02"]] == [
         ({"kind": "engine", "then": "given up: no attempts left"}, "the engine went away"),
         ({"kind": "tool", "then": "another attempt was scored"}, "search: connection refused"),
     ]
-    tools = await shell.ask("03-slow-tools.mongodb.js")
-    assert [(row["tool"], row["calls"], row["errors"], row["p95_seconds"]) for row in tools] == [
-        ("search", 2, 2, 4.0), ("calculate", 3, 0, 0.1),
-    ]  # fmt: skip
-    engines = await shell.ask("10-engines.mongodb.js")
-    assert [(row["url"], row["versions_behind"], row["tokens_per_second"]) for row in engines] == [
-        (SLOW, 1, 2.0), (FAST, 0, 8.0),
-    ]  # fmt: skip
+    tools = [(row["tool"], row["calls"], row["errors"], row["p95_seconds"]) for row in answers["03"]]
+    assert tools == [("search", 2, 2, 4.0), ("calculate", 3, 0, 0.1)]
+    engines = [(row["url"], row["versions_behind"], row["tokens_per_second"]) for row in answers["10"]]
+    assert engines == [(SLOW, 1, 2.0), (FAST, 0, 8.0)]
 
 
-async def test_mongosh_answers_how_groups_and_tasks_fare(shell: Shell) -> None:
-    agreeing = await shell.ask("04-groups-that-agree.mongodb.js")
-    assert [(row["_id"], row["agreement"]) for row in agreeing] == [
+def _check_groups_and_tasks(answers: dict[str, Any]) -> None:
+    assert [(row["_id"], row["agreement"]) for row in answers["04"]] == [
         ("train/0/task_002", "all right"), ("train/1/task_001", "all right"),
         ("train/0/task_003", "all wrong"), ("train/1/task_003", "all wrong"),
     ]  # fmt: skip
-    over_epochs = await shell.ask("09-tasks-over-epochs.mongodb.js")
-    assert [(row["_id"], row["mean_scores"], row["always_wrong"]) for row in over_epochs] == [
+    assert [(row["_id"], row["mean_scores"], row["always_wrong"]) for row in answers["09"]] == [
         ("train/task_001", [0.5, 1.0], False), ("train/task_003", [0.0, 0.0], True),
     ]  # fmt: skip
 
 
-async def test_mongosh_shows_a_trajectory_turn_by_turn(shell: Shell) -> None:
-    turns = await shell.ask("05-turns-of-a-trajectory.mongodb.js")
+def _check_turns(answers: dict[str, Any]) -> None:
+    """One trajectory turn by turn, and one of two versions."""
+    turns = answers["05"]
     assert [(row["index"], row["messages"][0]["role"], row["response"]["content"]) for row in turns] == [
         (0, "user", "Let me see."), (1, "tool", "<answer>4</answer>"),
     ]  # fmt: skip
     assert [(tool["name"], tool["result"]) for tool in turns[0]["tool_executions"]] == [("calculate", "4")]
     assert [message["content"] for message in turns[1]["messages"]] == ["4"]
-    across = await shell.ask("06-trajectories-of-two-versions.mongodb.js")
-    assert [(row["_id"], row["min_version"], row["max_version"]) for row in across] == [
+    assert [(row["_id"], row["min_version"], row["max_version"]) for row in answers["06"]] == [
         ("train/1/task_002/0/1", 0, 1)
     ]
 
@@ -186,18 +186,16 @@ FILTERS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("view", "filters", "index"), FILTERS)
-async def test_a_filter_on_a_view_reaches_an_index_before_anything_is_looked_up(
-    store: Store, view: str, filters: dict[str, Any], index: str
-) -> None:
+async def test_a_filter_on_a_view_reaches_an_index_before_anything_is_looked_up(store: Store) -> None:
     await store.database["Record"].insert_many(
         [{"_id": f"r{number}", "task": f"t{number}", "status": "ready"} for number in range(300)],
         bypass_document_validation=True,
     )
-    explain = {"aggregate": view, "pipeline": [{"$match": filters}], "cursor": {}}
-    plan = await store.database.command("explain", explain, verbosity="queryPlanner")
-    first = plan["stages"][0]["$cursor"] if "stages" in plan else plan
-    assert index in _indexes(first["queryPlanner"]["winningPlan"])
+    for view, filters, index in FILTERS:
+        explain = {"aggregate": view, "pipeline": [{"$match": filters}], "cursor": {}}
+        plan = await store.database.command("explain", explain, verbosity="queryPlanner")
+        first = plan["stages"][0]["$cursor"] if "stages" in plan else plan
+        assert index in _indexes(first["queryPlanner"]["winningPlan"]), (view, filters)
 
 
 def _indexes(plan: Any) -> set[str]:
