@@ -25,7 +25,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_pla
 LIMIT_MS = 300.0
 LOGIN = {"Authorization": f"Bearer {os.environ['DASHBOARD_TOKEN']}"}
 _GRAVE = ("serious", "critical")
-_DESK, _PHONE = {"width": 1280, "height": 860}, {"width": 390, "height": 844}
+_DESK, _PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
 _MAX_IMAGE_BYTES = 200_000
 _TIMEOUT_MS = 60_000
 _WIDEST_OVERFLOW = 1

@@ -32,7 +32,7 @@ RUN = "count_with_python"
 SMALL_RUN = "count_lower_rate"
 _SMALL = 8000
 _BEAT_SECONDS = 2.0
-_START_SECONDS = 60.0
+_START_SECONDS = 180.0
 
 
 def main() -> int:
