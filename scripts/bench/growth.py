@@ -313,7 +313,7 @@ async def _turns(uri: str, most: int, work: Path) -> list[Row]:
     """Measure a turn of trajectories of many turns; each adds some 530 tokens to the context."""
     sizes, model, costs = (10, 100, 300)[:most] or (2, 8), make_model(work), []
     for size in sizes:
-        load = Workload(300, groups=max(1, 16 // size), concurrency=8, turns=size)
+        load = Workload(300, groups=max(1, 16 // size) if most else 1, concurrency=8, turns=size)
         found = await asyncio.to_thread(measure, uri, model, load)
         costs.append(
             {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import bson
@@ -22,7 +23,7 @@ Json = dict[str, Any]
 STEP_GROUPS: Final = 8
 STEP_SIZE: Final = STEP_GROUPS * GENERATIONS
 _COPIED = ("Task", "Record", "DispatchedSamplingTask", "DBRecordData", "TrainStep")
-_BATCH = 2000
+_BATCH = 32
 _LEASE = 3600.0
 
 
@@ -31,11 +32,11 @@ def finalizer(store: Store) -> GroupFinalizer:
     return GroupFinalizer(store, GroupConfig(min_score_spread=0.0), split=SPLIT, seed=0)
 
 
-async def load_groups(store: Store, first: int, count: int) -> None:
-    """Load Tasks whose names have a fixed length, in the order ``first`` and following."""
+async def load_step(store: Store) -> None:
+    """Load the Tasks of a step, whose names have a fixed length."""
     tasks = []
-    for number, task in enumerate(make_tasks(count), first):
-        name = f"s{number // STEP_GROUPS:05d}g{number % STEP_GROUPS}"
+    for number, task in enumerate(make_tasks(STEP_GROUPS)):
+        name = f"s00000g{number}"
         document = task.to_document() | {"_id": f"{SPLIT}/0/{name}", "task_id": name, "order": number}
         tasks.append(type(task).from_document(document))
     await store.tasks.load(tasks)
@@ -70,51 +71,68 @@ async def train_step(store: Store, number: int, data: list[str], tasks: list[str
 
 
 async def make_run(store: Store, trajectories: int, ready_groups: int, waiting_groups: int) -> None:
-    """Store a run of ``trajectories`` trained ones, and behind them ready and scored groups."""
+    """Store a run of ``trajectories`` trained ones; behind them ready and scored groups, by whole steps."""
     version = PolicyVersion(id=0, step=0, location="", files=(), train_step=None)
     await store.policy_versions.publish(version)
-    await load_groups(store, 0, STEP_GROUPS)
+    await load_step(store)
     await sample(store, STEP_SIZE)
+    waiting = await _documents(store)
     await finalizer(store).run_completed()
+    ready = await _documents(store)
     data = [item["_id"] async for item in store.database["DBRecordData"].find({}, {"_id": 1})]
     tasks = [item["_id"] async for item in store.database["Task"].find({}, {"_id": 1})]
     await train_step(store, 1, data, tasks)
-    steps = trajectories // STEP_SIZE
-    await _copy_step(store, steps)
-    await load_groups(store, steps * STEP_GROUPS, ready_groups + waiting_groups)
-    await sample(store, ready_groups * GENERATIONS)
-    await finalizer(store).run_completed()
-    await sample(store, waiting_groups * GENERATIONS)
+    trained = trajectories // STEP_SIZE
+    behind = trained + ready_groups // STEP_GROUPS
+    steps = behind + waiting_groups // STEP_GROUPS
+    await _copy(store, await _documents(store), range(1, trained), is_trained=True)
+    await _copy(store, ready, range(trained, behind))
+    await _copy(store, waiting, range(behind, steps))
+    whole = {"$set": {"tasks": steps * STEP_GROUPS}}
+    await store.database["Epoch"].update_one({"_id": f"{SPLIT}/0"}, whole)
 
 
-async def _copy_step(store: Store, steps: int) -> None:
-    """Copy the documents of the first step for each of the steps behind it."""
+async def _documents(store: Store) -> dict[str, list[bytes]]:
+    """Return the documents of the first step as they are now."""
     raw = CodecOptions(document_class=RawBSONDocument)
-    for name in _COPIED:
-        documents = await store.database[name].with_options(codec_options=raw).find().to_list()
-        batch: list[Json] = []
-        for number in range(1, steps):
-            batch += [_copied(name, document.raw, number) for document in documents]
-            if len(batch) >= _BATCH or number == steps - 1:
+    return {
+        name: [item.raw async for item in store.database[name].with_options(codec_options=raw).find()]
+        for name in _COPIED
+    }
+
+
+async def _copy(
+    store: Store, documents: dict[str, list[bytes]], steps: Sequence[int], *, is_trained: bool = False
+) -> None:
+    """Store the documents of the first step once more for each of ``steps``."""
+    for name, found in documents.items():
+        for begin in range(0, len(steps), _BATCH):
+            batch = [
+                _copied(name, raw, number, is_trained)
+                for number in steps[begin : begin + _BATCH]
+                for raw in found
+            ]
+            if batch:
                 await store.database[name].insert_many(batch, ordered=False)
-                batch = []
 
 
-def _copied(collection: str, raw: bytes, number: int) -> Json:
+def _copied(collection: str, raw: bytes, number: int, is_trained: bool) -> Json:
     """Return a document of the first step as one of step ``number`` + 1, with its checksums."""
     # Replace in the encoded bytes: names have one length, and lie in ids of every depth.
     document: Json = bson.decode(raw.replace(b"s00000g", b"s%05dg" % number))
     step = number + 1
-    match collection:
-        case "Task":
-            document["order"] += STEP_GROUPS * number
-            document["group"]["counted_at_step"] = step
-        case "TrainStep":
-            document |= {"_id": f"1/{step}", "step": step}
-        case "DBRecordData":
-            document["trained_at_steps"] = [step]
-        case "Record":
-            document["last_trained_step"] = step
+    if collection == "Task":
+        document["order"] += STEP_GROUPS * number
+    if is_trained:
+        match collection:
+            case "Task":
+                document["group"]["counted_at_step"] = step
+            case "TrainStep":
+                document |= {"_id": f"1/{step}", "step": step}
+            case "DBRecordData":
+                document["trained_at_steps"] = [step]
+            case "Record":
+                document["last_trained_step"] = step
     for part, _, now in list(changed_parts(collection, document)):
         document[CHECKSUMS][part] = now
     return document
