@@ -43,7 +43,10 @@ pip_install() {
 }
 
 # Compile what a module imports: pip was told not to compile all, and a sandbox cannot write into the venv.
-compile_imports() { "$venv/bin/python" -c "import $1" >/dev/null || fail "$1 cannot be imported from $venv"; }
+compile_imports() {
+  env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c "import $1" >/dev/null ||
+    fail "$1 cannot be imported from $venv"
+}
 
 # Put a Node that is new enough into the PATH.
 require_node() {
@@ -98,7 +101,7 @@ install() {
         pip_install --no-deps --requirement "deploy/harnesses/$1-nodeps.txt"
       fi
       if [ "$1" = mini-swe-agent ]; then
-        compile_imports minisweagent.run.mini
+        compile_imports minisweagent.run.mini,minisweagent.models.litellm_model
         link_command mini "$venv/bin/mini"
       else
         compile_imports agents
