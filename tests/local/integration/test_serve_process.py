@@ -255,7 +255,7 @@ async def test_the_port_of_another_runs_engine_is_refused(
 @pytest.mark.parametrize(
     ("engine", "reason"),
     [
-        ("local", "is not a model folder"),
+        ("local", "has no config.json"),
         ("sglang", "bash scripts/setup_sglang.sh"),
         ("vllm", "bash scripts/setup_vllm.sh"),
     ],
@@ -264,6 +264,8 @@ def test_what_cannot_be_served_ends_with_the_reason(
     engine: str, reason: str, run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"AGENTRL_{engine.upper()}_VENV", str(tmp_path))
-    done = run_serve(run_config, tmp_path, "--engine", engine)
+    model = tmp_path if engine == "local" else save_model(tmp_path / "model", seed=1)
+    (model / "tokenizer.json").write_text("{}")
+    done = run_serve(run_config, model, "--engine", engine)
     assert done.returncode == 2
     assert reason in done.stderr
