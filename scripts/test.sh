@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run all checks of a change: lint, types, import contracts, unit, integration and acceptance tests.
 #
-#   bash scripts/test.sh            all checks (30 to 50 minutes on 2 cores)
+#   bash scripts/test.sh            all checks (about 40 minutes on 2 cores)
 #   bash scripts/test.sh --fast     lint, types and unit tests (about 3 minutes)
 #   bash scripts/test.sh lab        lint, types and all tests of one room: core, house, lab, local, worlds or screens
 #   bash scripts/test.sh -k claims  pass arguments to pytest
