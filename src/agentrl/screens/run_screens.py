@@ -299,7 +299,7 @@ def render_runs(host: str, runs: Sequence[RunSummary]) -> RenderableType:
     if not runs:
         return _no_run(host)
     return table_of(
-        f"{len(runs)} runs on MongoDB at {host}", runs,
+        f"runs on MongoDB at {host}: {len(runs)}", runs,
         ("run", lambda row: row.name),
         ("state", lambda row: _problem(row) or Text(row.activity, style=_ACTIVITY_STYLES[row.activity])),
         ("step", lambda row: row.steps or MISSING),
@@ -318,7 +318,7 @@ def render_run_list(host: str, runs: Sequence[RunSummary]) -> RenderableType:
     if not runs:
         return _no_run(host)
     return table_of(
-        f"{len(runs)} runs on MongoDB at {host}", runs,
+        f"runs on MongoDB at {host}: {len(runs)}", runs,
         ("run", lambda row: row.name),
         ("state", lambda row: _problem(row) or ("live" if row.alive else "ended")),
         ("model", lambda row: MISSING if row.model is None else excerpt(row.model, 40)),
