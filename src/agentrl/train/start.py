@@ -119,6 +119,7 @@ async def _train(configs: Configs, world: World, last: int | None) -> bool:
             # Ask under the lease: what is trained from half-withdrawn data, no later call finds.
             await store.withdrawals.require_deleted()
             found, steps = await _choose_checkpoint(store, configs, folders)
+            await asyncio.to_thread(_check_disk, configs)
             await asyncio.to_thread(_remove_leftovers, folders)
             await lease.record_output(place_of(folders.output))
             # Take it before the model is built there: until then an engine holds its memory.
@@ -184,13 +185,17 @@ async def _take_device(configs: Configs) -> DeviceLease | None:
     return lease
 
 
-def _require_unclaimed(configs: Configs) -> None:
-    """Raise ConfigError if an output folder is another run's. Call it for a new run, which owns none."""
+async def _require_startable(configs: Configs, world: World) -> None:
+    """Raise AgentRLError for flags, folders and disks with which a new run cannot train."""
     run = configs[RunConfig]
     roots = run.checkpoint_roots(configs[TrainConfig].fallback_output_dir)
     for root, flag in zip(roots, ("--output_dir", "--fallback_output_dir"), strict=False):
-        if (found := read_owner(root)) is not None:
+        found = await asyncio.to_thread(read_owner, root)
+        # Ask again: another rank, which starts at the same time, may have begun the run and claimed it.
+        if found is not None and not await run_exists(run):
             raise foreign(str(root), found, f"run {run.run_name!r}, which is new", flag)
+    await asyncio.to_thread(require_buildable, configs, world)
+    await asyncio.to_thread(_check_disk, configs)
 
 
 def _check_disk(configs: Configs) -> None:
@@ -335,9 +340,7 @@ async def _join(
         )  # fmt: skip
     settings = trainer_settings(configs, loss)
     if not await run_exists(configs[RunConfig]):
-        await asyncio.to_thread(_require_unclaimed, configs)
-        await asyncio.to_thread(require_buildable, configs, world)
-    await asyncio.to_thread(_check_disk, configs)
+        await _require_startable(configs, world)
     store = await open_store(configs[RunConfig])
     try:
         train = configs[TrainConfig]

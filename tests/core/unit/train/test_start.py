@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 from parsed_flags import parsed
 
+from agentrl.base.folder_owner import OWNER_FILE, Owner
 from agentrl.base.registry import Registry
 from agentrl.documents.run import PARENT, Relative
 from agentrl.errors import ConfigError
@@ -35,3 +39,17 @@ async def test_the_steps_of_a_parent_are_trained_by_what_registers_for_them_and_
     sources.add(open_steps, "whatif")
     opened = await start.open_source(store, configs, cast("Any", None), progress, 5)
     assert cast("Any", opened) == (store, parent, configs, ["1/1"], 5)
+
+
+@pytest.mark.parametrize("begun_meanwhile", [False, True])
+async def test_a_claimed_folder_refuses_a_new_run_unless_another_rank_has_begun_it(
+    begun_meanwhile: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / OWNER_FILE).write_bytes(Owner(run="mine", id="0" * 32, server="localhost:27017").to_json())
+    monkeypatch.setattr(start, "run_exists", AsyncMock(return_value=begun_meanwhile))
+    monkeypatch.setattr(start, "_check_disk", lambda configs: None)
+    monkeypatch.setattr(start, "require_buildable", lambda configs, world: None)
+    configs = parsed("--run_name", "mine", "--output_dir", str(tmp_path))
+    refused = nullcontext() if begun_meanwhile else pytest.raises(ConfigError, match="which is new")
+    with refused:
+        await start._require_startable(configs, cast("Any", None))
