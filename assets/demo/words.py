@@ -37,8 +37,8 @@ class _Words(Environment):
 
     @classmethod
     def ordered(cls, words: Sequence[str]) -> Iterable[str]:
-        """Return the words in the right order."""
-        raise NotImplementedError
+        """Return the words in the order that is asked."""
+        return words
 
     @classmethod
     def tasks(cls, request: TaskRequest) -> Iterator[dict[str, Any]]:

@@ -477,8 +477,8 @@ class InferenceService(Root):
 class SamplerProcess(Root):
     """One sampler. It renews ``heartbeat`` until it ends; one that is silent is dead.
 
-    Its claims are the slots whose owner is ``id``. Times are the server's. With ``gpus`` it is no sampler:
-    it holds the model of a teacher or an evaluation's own engine, and only costs count it.
+    Its claims are the slots whose owner is ``id``. Times are the server's. An entry with ``gpus``
+    is not a sampler: it counts the GPU time of a teacher or of an evaluation's own engine for the costs.
     """
 
     id: str
