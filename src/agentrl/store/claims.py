@@ -302,10 +302,11 @@ class GroupAdmission(Repository):
         return groups
 
 
-_TURN_SECONDS = 1.0
-_ADMITTED_SLOTS = 256
+_TURN_SECONDS = 10.0
+"""Longer than an admission takes on a busy machine: those that came after it would admit too, and all fail."""
+_ADMITTED_SLOTS = 512
 """Maximum number of slots that one admission takes in order; the last group may exceed it. An admission costs
-a dozen commands, and as many processes as wait for it ask again."""
+a dozen commands, and as many processes as wait for it ask again and again."""
 _ADMISSIONS = 40
 """Attempts to admit a group that another claimer may win."""
 

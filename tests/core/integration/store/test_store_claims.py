@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pymongo.monitoring
 import pytest
@@ -188,10 +189,10 @@ async def test_one_admission_takes_groups_up_to_the_limit(store: Store) -> None:
     assert (counts[TaskStatus.RUNNING], counts[TaskStatus.CREATED]) == (6, 3)
 
 
-async def test_one_admission_takes_256_slots_at_most(store: Store) -> None:
+async def test_one_admission_takes_512_slots_at_most(store: Store) -> None:
     await store.tasks.load(make_tasks(9, generations=90))
     assert await take(store, limit=9) is not None
-    assert await store.groups.count_open("train") == 3
+    assert await store.groups.count_open("train") == 6
 
 
 async def test_claims_at_once_get_the_next_groups_in_order(store: Store) -> None:
@@ -300,6 +301,28 @@ async def test_whoever_waits_for_a_turn_writes_nothing_that_an_admission_has_wri
         async with asyncio.timeout(30):
             assert await take(store, limit=1) is None
         await session.abort_transaction()
+
+
+async def test_an_admission_of_a_busy_machine_is_not_disturbed(
+    crowd: list[Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that admit at once fail both, and try again: of a hundred, none would succeed."""
+    await crowd[0].tasks.load(make_tasks(8, generations=1))
+    admit, admissions = claims.GroupAdmission._admit, 0
+
+    async def slow(admission: claims.GroupAdmission, *request: Any) -> bool:
+        nonlocal admissions
+        admissions += 1
+        await asyncio.sleep(1.5)
+        return await admit(admission, *request)
+
+    monkeypatch.setattr(claims.GroupAdmission, "_admit", slow)
+    async with asyncio.timeout(60):
+        taken = await asyncio.gather(
+            *(take(mine, f"w{number}", limit=8) for number, mine in enumerate(crowd))
+        )
+    assert admissions == 1
+    assert all(taken)
 
 
 @pytest.mark.parametrize("limit", [1, 3])
