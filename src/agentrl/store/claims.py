@@ -303,7 +303,7 @@ class GroupAdmission(Repository):
 
 
 _TURN_SECONDS = 10.0
-"""Longer than an admission takes on a busy machine: those that came after it would admit too, and all fail."""
+"""Longer than an admission takes on a busy machine: others that began one meanwhile would fail, and it too."""
 _ADMITTED_SLOTS = 512
 """Maximum number of slots that one admission takes in order; the last group may exceed it. An admission costs
 a dozen commands, and as many processes as wait for it ask again and again."""
