@@ -29,6 +29,7 @@ from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, RunConf
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Claim
+from agentrl.rollout import sampler as sampler_module
 from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.worker import Worker
@@ -221,6 +222,8 @@ async def join(uri: str, options: dict[str, Any]) -> dict[str, Any]:
     claimed: list[float] = []
     stores = [Store(Connection(uri, options["run"], _TIMEOUT)) for _ in range(options["samplers"])]
     gate = asyncio.Semaphore(_CONNECTIONS_AT_ONCE)
+    # Let the process collect its garbage, not each of its samplers.
+    sampler_module.collect_while_idle = asyncio.Event().wait  # type: ignore[assignment]
 
     async def connect(store: Store) -> None:
         async with gate:

@@ -107,8 +107,10 @@ class SlotLeases:
 class Pool(Generic[C]):
     """The claims of one filler, and the tasks that work on them."""
 
-    def __init__(self, store: Store, filler: Filler[C], claims: ClaimConfig, concurrency: int) -> None:
-        """Hold up to ``concurrency`` claims at a time."""
+    def __init__(
+        self, store: Store, filler: Filler[C], claims: ClaimConfig, concurrency: int, *, patience: float = 1.0
+    ) -> None:
+        """Hold up to ``concurrency`` claims at a time; look for work ``patience`` times as rarely."""
         self._store = store
         self._filler = filler
         self._config = claims
@@ -120,7 +122,7 @@ class Pool(Generic[C]):
         self._due = 0.0
         """When the leases are renewed next, in ``time.monotonic``."""
         self._woken = asyncio.Event()
-        self._poll = Backoff("work", FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS)
+        self._poll = Backoff("work", FIRST_POLL_SECONDS, patience * LONGEST_POLL_SECONDS)
         self.error: BaseException | None = None
         """The error of work on a claim, or of a job of ``renewing``."""
         self.filled = 0

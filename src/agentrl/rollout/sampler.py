@@ -87,7 +87,8 @@ class Sampler(SlotLeases):
         self._pool = Pool(store, self, config.claims, config.concurrency)
         self._tails = None if config.cut_after is None else Tails(store, self._pool, config.cut_after)
         scores = QueuedScores(worker.scoring, split=config.split, owner=f"{config.owner}{SCORING}")
-        self._scores = Pool(store, scores, config.claims, config.scorings)
+        # Look rarely: whoever samples a trajectory scores it, and an end of an outage wakes this.
+        self._scores = Pool(store, scores, config.claims, config.scorings, patience=4)
         self._scoring_ended = asyncio.Event()
         self._late = LateServers(worker.tools, worker.outages, worker.sampling.outage_wait_seconds)
         self._has_claimed = False

@@ -303,11 +303,11 @@ class GroupAdmission(Repository):
 
 
 _TURN_SECONDS = 10.0
-"""Longer than an admission takes on a busy machine: others that began one meanwhile would fail, and it too."""
+"""Longer than an admission takes on a busy machine: another that begins meanwhile would fail, and it too."""
 _ADMITTED_SLOTS = 512
 """Maximum number of slots that one admission takes in order; the last group may exceed it. An admission costs
 a dozen commands, and as many processes as wait for it ask again and again."""
-_ADMISSIONS = 40
+_ADMISSIONS = 16
 """Attempts to admit a group that another claimer may win."""
 
 
@@ -474,7 +474,7 @@ class Claims(Repository):
     async def _claim_next(self, request: ClaimRequest, owners: Sequence[str]) -> list[Claim | None]:
         """Claim a slot for each of ``owners``, or None: another process was first, or nothing is left."""
         # Pause at random: those that lost a race together would meet again at once.
-        race = Backoff("another claimer's admission", 0.05, 0.4, jitter=0.5)
+        race = Backoff("another claimer's admission", 0.05, 5.0, jitter=0.5)
         nothing: list[Claim | None] = [None] * len(owners)
         for attempt in range(_ADMISSIONS):
             claims = await self._take(request, owners, TaskStatus.RUNNING)
