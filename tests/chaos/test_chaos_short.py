@@ -14,16 +14,17 @@ import pytest
 from chaos.actors import environment
 from chaos.notes import SECONDS
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.usefixtures("starts_warm")]
 
 FIGURE = re.compile(r"^(?P<name>\S.*\S)  +(?P<value>\d+)$", re.MULTILINE)
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Return the command lines of running processes that name ``folder``."""
+    """Return the command lines, and open files, of running processes that name ``folder``."""
     found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        words = " ".join(process.info["cmdline"] or ())
+    for process in psutil.process_iter(["cmdline", "open_files", "status"]):
+        files = (file.path for file in process.info["open_files"] or ())
+        words = " ".join([*(process.info["cmdline"] or ()), *files])
         if str(folder) in words and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(words)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ import torch
 from warm_python import warm_server
 
 from fake_gpu.cases import Case
-from fake_gpu.fake_cuda import compile_guard
+from fake_gpu.fake_cuda import GUARD, compile_guard
 
 _SECONDS = 900
 
@@ -28,33 +29,44 @@ Steps = Callable[[Sequence[Case]], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="session")
-def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def guard(shared_folder: Path) -> Path:
     """The compiled guard."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ to compile the device guard with")
     if torch.version.cuda is not None:
         pytest.skip("this build of torch has a CUDA device guard of its own")
-    return compile_guard(tmp_path_factory.mktemp("guard"))
+    folder = shared_folder / "guard"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        library = folder / GUARD
+        return library if library.exists() else compile_guard(folder)
 
 
 @pytest.fixture(scope="session")
-def run_fake(guard: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fake]:
-    """Runs a module in a process of its own, a fork of one that has imported torch beside the guard."""
-    with warm_server(tmp_path_factory.mktemp("fake"), LD_PRELOAD=str(guard)) as python:
+def fake_python(guard: Path, shared_folder: Path) -> Iterator[Path]:
+    """A ``python`` whose programs are forks of one that has imported torch beside the guard."""
+    with warm_server(shared_folder / "fake", LD_PRELOAD=str(guard)) as python:
+        yield python
 
-        def run(module: str, *words: str) -> list[dict[str, Any]]:
-            ended = subprocess.run(
-                [str(python), "-m", f"fake_gpu.{module}", *words],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-                capture_output=True,
-                text=True,
-                timeout=_SECONDS,
-                check=False,
-            )
-            assert ended.returncode == 0, ended.stderr
-            return [json.loads(line) for line in ended.stdout.splitlines()]
 
-        yield run
+@pytest.fixture(scope="session")
+def run_fake(fake_python: Path) -> Fake:
+    """Runs a module in a process of its own."""
+
+    def run(module: str, *words: str) -> list[dict[str, Any]]:
+        ended = subprocess.run(
+            [str(fake_python), "-m", f"fake_gpu.{module}", *words],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return [json.loads(line) for line in ended.stdout.splitlines()]
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -28,9 +28,12 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_gr
 _COPIES = ("aten::_to_copy", "aten::copy_")
 
 
+GUARD = "noop_guard.so"
+
+
 def compile_guard(folder: Path) -> Path:
     """Compile the device guard that does nothing, for LD_PRELOAD, with ``g++``."""
-    library, source, built = folder / "noop_guard.so", Path(__file__).parent, Path(torch.__file__).parent
+    library, source, built = folder / GUARD, Path(__file__).parent, Path(torch.__file__).parent
     include = built / "include"
     subprocess.run(
         [

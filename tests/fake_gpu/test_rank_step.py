@@ -68,8 +68,8 @@ def test_fsdp_shards_weights_and_moments_and_leaves_no_process_group() -> None:
 )
 def test_extrapolated_layers_need_what_simulated_ones_do(layout: Layout, changes: dict[str, Any]) -> None:
     planned = spec(max_tokens=64, trained_tokens=16, **changes)
-    planned.config.num_hidden_layers = 10
-    planned.config.layer_types = ["full_attention"] * 10
+    planned.config.num_hidden_layers = layers = 5 * layout.pp  # one more than are simulated
+    planned.config.layer_types = ["full_attention"] * layers
     found, whole = measure_step(planned, layout), measure_step(planned, layout, all_layers=True)
     assert found.peak == whole.peak
     for part in {*found.parts, *whole.parts}:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +47,10 @@ def test_bytes_that_an_operation_moves(operation: Any, arguments: tuple[Any, ...
 
 @pytest.mark.fake_gpu
 @pytest.mark.timeout(1000)
-def test_a_step_by_hand(guard: Path) -> None:
+def test_a_step_by_hand(fake_python: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, SCRIPT, "--child", "small"], env={**os.environ, "LD_PRELOAD": str(guard)},
-        capture_output=True, text=True, check=True, timeout=900,
-    )  # fmt: skip
+        [fake_python, SCRIPT, "--child", "small"], capture_output=True, text=True, check=True, timeout=900
+    )
     found = json.loads(ended.stdout.splitlines()[-1])
     weights = ATTENTION + 3 * HIDDEN * INNER
     # Forward, its repetition up to the last product, and two products for each in the backward.

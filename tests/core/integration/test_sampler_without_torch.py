@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tiny_policy import write_tiny_policy
+from waiting import until
 
 from agentrl.config.schema import RunConfig
 from agentrl.store.client import Store
@@ -85,6 +86,11 @@ async def test_it_samples_and_scores(
     lines = [{"id": f"t{number}", "query": "Say a.", "answer": "a", "scorer": "exact"} for number in range(4)]
     tasks.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     start("serve", "--engine", "local", hidden=False)
+
+    async def serves() -> bool:
+        return bool(await store.services.live(60.0))
+
+    await until(serves, 120)  # a sampler that finds no engine looks again ever more seldom
     sampler = start("sample", "--train_file", str(tasks), hidden=True)
     deadline = time.monotonic() + 200
     while not await store.database["Record"].count_documents({"score": {"$ne": None}}):

@@ -8,16 +8,16 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from loaded_tasks import load_tasks
 from tiny_policy import write_tiny_policy
 
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema import RunConfig, TaskConfig
 from agentrl.documents.status import RecordStatus
 from agentrl.store.client import Store
 
@@ -195,11 +195,13 @@ async def test_a_signal_ends_everything_and_interrupted_trajectories_are_release
         "{compute_environment: LOCAL_MACHINE, distributed_type: 'NO', use_cpu: true, num_processes: 1}",
         encoding="utf-8",
     )
+    tasks = write_tasks(tmp_path / "tasks.jsonl")
+    # A trainer that starts warm asks for their number before a sampler has loaded them.
+    await load_tasks(store, run_config, TaskConfig(), tasks, split="train", num_generations=8)
     script = start(
         "grpo.sh", store.run_name, *SMALL, MODEL_PATH=str(write_tiny_policy(tmp_path / "model")),
-        TRAIN_FILE=write_tasks(tmp_path / "tasks.jsonl"), MONGO_URI=str(run_config.db_connection_string),
-        SAMPLERS="1", ROLES=roles,
-        **({"ACCELERATE_CONFIG": str(accelerate), "AGENTRL_VENV": sys.prefix} if "train" in roles else {}),
+        TRAIN_FILE=tasks, MONGO_URI=str(run_config.db_connection_string), SAMPLERS="1", ROLES=roles,
+        **({"ACCELERATE_CONFIG": str(accelerate)} if "train" in roles else {}),
     )  # fmt: skip
 
     def trains() -> bool:

@@ -9,7 +9,7 @@ import pytest
 from nbclient import NotebookClient
 from tiny_policy import write_tiny_policy
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
 
 NOTEBOOK = Path(__file__).parents[3] / "assets" / "examples" / "notebook" / "train.ipynb"
 SMALL = """model="model", steps=2, min_score_spread=0, drop_zero_advantage=False, max_turns=1,
