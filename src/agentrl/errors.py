@@ -35,6 +35,7 @@ AgentRLError
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -113,12 +114,19 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+_ABBREVIATED = 4
+"""Letters of the longest word that may be an abbreviation."""
+
+
 def nearest(name: object, known: Iterable[object]) -> str | None:
     """Return the hint that names the known name nearest to a misspelt one; None if none is near."""
     # Import it here: every process imports this module, and few ever name a near word.
     import difflib
 
-    found = difflib.get_close_matches(str(name), map(str, known), n=1)
+    word, names = str(name), [str(each) for each in known]
+    found = difflib.get_close_matches(word, names, n=1)
+    if not found and 2 <= len(word) <= _ABBREVIATED:  # rn: rename
+        found = [each for each in names if re.match(".*".join(map(re.escape, word)), each)]
     return f"did you mean {found[0]!r}?" if found else None
 
 

@@ -45,7 +45,7 @@ from agentrl.config.schema import (
     flag,
 )
 from agentrl.config.training import SFTConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 
@@ -244,10 +244,11 @@ class ReportFlags:
 
 def evaluate(argv: list[str]) -> int:
     """Evaluate, or run ``agentrl eval compare A B`` or ``agentrl eval report``."""
-    if argv[:1] == ["compare"]:
-        return _compare(argv[1:])
-    if argv[:1] == ["report"]:
-        return _report(argv[1:])
+    pages = {"compare": _compare, "report": _report}
+    for word in leading_words(argv, 1):
+        if word not in pages:
+            raise ConfigError(f"agentrl eval has no page {word!r}", hint=did_you_mean(word, pages))
+        return pages[word](argv[1:])
     configs = parse(
         ["--num_generations", "1", *argv],
         command="agentrl eval",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.base.validation import Number, Text, check
 from agentrl.config.schema import SamplingConfig
-from agentrl.documents.document import is_finite
+from agentrl.documents.record import judged
 from agentrl.documents.run import GoldScore
 from agentrl.errors import ConfigError, ScorerError
 from agentrl.scoring.judge import judging_anew
@@ -102,19 +102,19 @@ async def watch_gold(store: Store, gold: GoldSlice | None, sampling: SamplingCon
         return
     rounds = math.ceil(len(gold.rows) / _AT_ONCE)
     lease = rounds * sampling.scorer_timeout_seconds + _LOOK_SECONDS
-    judged = -1
+    done = -1
     while True:
         with log_store_errors(logger, "the gold slice could not be judged", outages=True):
             last = await store.steps.last()
             step = 0 if last is None else last.step
             step -= step % sampling.judge_gold_every
-            if step != judged:
+            if step != done:
                 key = f"{gold.digest}/{step}"
                 if await store.judge_checks.begin(key, gold.digest, step, owner=owner, lease_seconds=lease):
                     scores = await judge_rows(gold.rows, sampling)
                     await store.judge_checks.finish(key, owner, scores)
                     logger.info("gold slice judged", extra={"step": step, "rows": len(scores)})
-                    judged = step  # where another process judges, look again: it may die before it has
+                    done = step  # where another process judges, look again: it may die before it has
             await store.wait_for_change("TrainStep", timeout=_LOOK_SECONDS)
         await asyncio.sleep(_REST_SECONDS)
 
@@ -136,13 +136,15 @@ async def judge_rows(rows: Sequence[GoldRow], sampling: SamplingConfig) -> tuple
                     scorer=row.scorer, expected=row.score, problem=error.message[:_PROBLEM_CHARS]
                 )
         asked = [each for each in _parts(result.details) if isinstance(each.get("judge"), str)]
+        took = judged(result.details)
         return GoldScore(
             scorer=row.scorer,
             expected=row.score,
             score=result.score,
             model=", ".join(sorted({each["judge"] for each in asked})) or None,
-            seconds=_sum(asked, "seconds"),
-            cost=_sum(asked, "cost"),
+            tokens=int(took["judge_tokens"]),
+            seconds=took["judge_seconds"],
+            cost=took["judge_cost"],
         )
 
     with judging_anew():
@@ -154,7 +156,3 @@ def _parts(details: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     parts = details.get("parts")
     own = parts.values() if isinstance(parts, Mapping) else ()
     return [details, *(each for each in own if isinstance(each, Mapping))]
-
-
-def _sum(details: Sequence[Mapping[str, Any]], name: str) -> float:
-    return sum([float(each[name]) for each in details if is_finite(each.get(name))])

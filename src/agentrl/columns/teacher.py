@@ -491,6 +491,7 @@ async def teach(configs: Configs, *, until_empty: bool) -> int:
     stop = stop_on_signals(at_once)
     if configs[ModelConfig].model_name_or_path is None:
         raise ConfigError("--model_name_or_path is missing", hint="give the folder of the student's model")
+    read_prompt(flags)  # before a server is awaited
     engine = await asyncio.to_thread(_open, flags)
     try:
         with retry_outages(run.db_wait_seconds, stop):
@@ -541,8 +542,6 @@ async def _teaching(engine: TeacherEngine, model: ModelConfig, flags: TeacherCon
 
 
 def _compare(engine: TeacherEngine, model: ModelConfig, folder: Path, flags: TeacherConfig) -> Teaching:
-    if flags.teacher_tokenizer is not None and not folder.is_dir():
-        raise ConfigError(f"--teacher_tokenizer {folder} is not a folder", hint="one with a tokenizer.json")
     if not folder.is_dir():
         raise ConfigError(
             f"teacher {engine.name} serves {folder}, which is not a folder here: its tokenizer cannot be"
@@ -551,7 +550,7 @@ def _compare(engine: TeacherEngine, model: ModelConfig, folder: Path, flags: Tea
         )
     student, own = read_chat_files(str(model.model_name_or_path)), read_chat_files(folder)
     is_same = student.tokenizer.get_vocab() == own.tokenizer.get_vocab()
-    prompt = None if flags.teacher_prompt is None else _read(Path(flags.teacher_prompt))
+    prompt = read_prompt(flags)
     if is_same and prompt is None:
         return Teaching(engine, top_logprobs=flags.teacher_top_logprobs)
     described = replace(model, model_name_or_path=str(folder)) if is_same else ModelConfig()
@@ -565,9 +564,13 @@ def _compare(engine: TeacherEngine, model: ModelConfig, folder: Path, flags: Tea
     )
 
 
-def _read(path: Path) -> str:
+def read_prompt(flags: TeacherConfig) -> str | None:
+    """Return the text of --teacher_prompt. Raises ConfigError, also for a wrong --teacher_tokenizer."""
+    folder, path = flags.teacher_tokenizer, flags.teacher_prompt
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigError(f"--teacher_tokenizer {folder} is not a folder", hint="one with a tokenizer.json")
     try:
-        return path.read_text(encoding="utf-8")
+        return None if path is None else Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--teacher_prompt {path} cannot be read: {error}", hint="give a text file"

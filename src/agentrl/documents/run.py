@@ -575,6 +575,7 @@ class GoldScore(Document):
     score: float | None = None
     model: str | None = None
     """The judge's; None: the scorer asked none, for this answer."""
+    tokens: int = 0
     seconds: float = 0.0
     cost: float = 0.0
     problem: str | None = None

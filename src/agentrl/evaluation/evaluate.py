@@ -48,11 +48,17 @@ from agentrl.observe.progress import Parts, StoppedError
 from agentrl.observe.terminal import print_json
 from agentrl.rollout.housekeeping import GroupFinalizer, collect_garbage_less_often
 from agentrl.rollout.load_tasks import load_read_tasks, read_source
-from agentrl.rollout.preflight import probe
+from agentrl.rollout.preflight import probe, require_judge
 from agentrl.rollout.sampler import Sampler
-from agentrl.rollout.setup import allow_configured_imports, open_worker, require_extensions, sampler_config
+from agentrl.rollout.setup import (
+    allow_configured_imports,
+    open_format,
+    open_worker,
+    require_extensions,
+    sampler_config,
+)
 from agentrl.scoring.evaluation import Prices
-from agentrl.store.client import Store, open_existing, open_store
+from agentrl.store.client import Store, open_existing, open_store, run_exists
 from agentrl.store.evaluations import content_digest, digest
 from agentrl.store.mechanics.retry import log_store_errors, retry_outages
 from agentrl.weights.folder import require_folder
@@ -297,8 +303,12 @@ async def _evaluate(configs: Configs, progress: Parts, as_json: bool) -> None:
     require_folder(configs[ModelConfig])
     if flags.eval_model is not None:
         require_model(Path(flags.eval_model))
+    if base is not None:
+        await open_format(None, configs)
     if flags.eval_engine == "own":
         require_engine(configs[EngineConfig].engine)
+    if not await run_exists(configs[RunConfig]):
+        require_judge(read.names, configs[SamplingConfig].agent_config_path)
     brings_policy = flags.eval_model is not None or (base is not None and not flags.eval_version)
     opening = open_store if brings_policy or flags.eval_engine == "shared" else open_existing
     store = await progress.until("connecting to the database", opening(configs[RunConfig]))

@@ -291,8 +291,11 @@ class Weights:
     version: PolicyVersion | None = None
 
 
-async def available_weights(store: Store, configs: Configs) -> list[Weights]:
-    """Return the stored weights: base model, checkpoints (of parents too), versions of what is trained."""
+async def available_weights(store: Store, configs: Configs, roots: Sequence[Path]) -> list[Weights]:
+    """Return the stored weights: base model, checkpoints (of parents too), versions of what is trained.
+
+    ``roots`` are the run's folders of checkpoints, the newest trainer's first.
+    """
     found = {0: Weights(0)}
     encodings = {"adapter"} if configs[AdapterConfig].lora_rank > 0 else {"full", "delta"}
     for version in await store.policy_versions.all():
@@ -301,7 +304,7 @@ async def available_weights(store: Store, configs: Configs) -> list[Weights]:
             found[version.step] = Weights(version.step, version=version)
     steps = await store.steps.find(status=None)
     run = configs[RunConfig]
-    for root in run.checkpoint_roots(configs[TrainConfig].fallback_output_dir):
+    for root in reversed(roots):
         for item in checkpoint.usable(root, steps, run_name=run.run_name):
             found[item.state.step] = Weights(item.state.step, checkpoint=item)
     base = base_folder(configs[ModelConfig])
@@ -415,7 +418,9 @@ async def blame(configs: Configs, named_a: str, named_b: str, progress: Parts) -
         configs = _configs_of_run(made[steps[-1].id], here)
         tasks = await changed_tasks(store, configs, a, b, flags.changes)
         held_out = await held_out_data(store, configs, (a, b), tasks)
-        available = await available_weights(store, configs)
+        own = configs[RunConfig].checkpoint_roots(configs[TrainConfig].fallback_output_dir)
+        roots = own if here[RunConfig].output_dir else await store.settings.checkpoint_folders()
+        available = await available_weights(store, configs, roots)
         plan = assign_weights(steps, available, flags.checkpoints)
         measuring = _Measuring(
             store=store,

@@ -70,8 +70,10 @@ class Fork(Repository):
     """Begins children of the connection's run. It needs the rights of an administrator on both runs."""
 
     @database_call
-    async def checkpoint(self, output: Path, step: int | None) -> Checkpoint:
-        """Return the parent's checkpoint of ``step`` in its output folder; None: of the newest step.
+    async def checkpoint(self, output: Path | None, step: int | None) -> Checkpoint:
+        """Return the parent's checkpoint of ``step`` in ``output``; None: in the folders of its trainers.
+
+        Without ``step`` it is that of the newest one.
 
         Checkpoints with reverted steps do not count. Raises ConfigError, which names the others.
         """
@@ -81,21 +83,25 @@ class Fork(Repository):
             raise ConfigError(
                 f"step {step} of run {name!r} is one of its parent's", hint=f"fork {parent.run}"
             )
-        if not await asyncio.to_thread(output.is_dir):
+        settings = Settings(self._connection)
+        roots = await settings.checkpoint_folders() if output is None else [output]
+        looked = " and ".join(map(str, roots))
+        if not any([await asyncio.to_thread(root.is_dir) for root in roots]):
             raise ConfigError(
-                f"the output folder of run {name!r} is not here: {output}",
+                f"the output folder of run {name!r} is not here: {looked}",
                 hint="give --output_dir, or start this command on the trainer's machine, in its folder",
             )
-        found = {item.state.step: item for item in read_checkpoints(output) if await self._is_committed(item)}
+        items = [item for root in reversed(roots) for item in await asyncio.to_thread(read_checkpoints, root)]
+        found = {item.state.step: item for item in items if await self._is_committed(item)}
         if step is None and found:
             return found[max(found)]
         if step is None or step not in found:
-            trainer = (await Settings(self._connection).resolved()).get("train")
+            trainer = (await settings.resolved()).get("train")
             every = None if trainer is None else trainer.values.get("save_steps")
             steps = ", ".join(map(str, sorted(found))) or "none"
             wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
             raise ConfigError(
-                f"run {name!r} has {wanted} in {output}; its checkpoints are of the steps: {steps}",
+                f"run {name!r} has {wanted} in {looked}; its checkpoints are of the steps: {steps}",
                 hint="give one of these as --from_step; a run keeps more of them with a lower --save_steps"
                 + (f" (it had {every})" if every else "")
                 + " and a higher --save_total_limit",

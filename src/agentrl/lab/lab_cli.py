@@ -70,7 +70,7 @@ def fork_parser() -> CommandParser:
     command.add_argument("run_name", metavar="RUN", help="the parent; it may be running")
     command.add_argument("new_name", metavar="NEW", help="the name of the new run")
     command.add_argument("--from_step", type=int, help="a step with a checkpoint; default: the newest one")
-    command.add_argument("--output_dir", help="RUN's output folder (default: its trainer's, or output/RUN)")
+    command.add_argument("--output_dir", help="RUN's output folder (default: its trainers', or output/RUN)")
     command.add_database()
     return command
 
@@ -93,10 +93,8 @@ async def begin_fork(arguments: argparse.Namespace) -> int:
     await asyncio.to_thread(_require_empty, Path(replace(run, run_name=new).output))
     async with await open_existing(run) as store:
         flags = await store.settings.resolved()
-        stored = flags["train"].values.get("output_dir") if "train" in flags else None
-        parent_output = Path(arguments.output_dir or stored or run.output)
         work = Fork(store.connection)
-        found = await work.checkpoint(parent_output, step)
+        found = await work.checkpoint(Path(arguments.output_dir) if arguments.output_dir else None, step)
         step, folder = found.state.step, found.folder.resolve()
         last = [item for item in await store.steps.find(after=step - 1) if item.step == step]
         for made in (await store.settings.of_steps(last)).values():

@@ -296,11 +296,14 @@ class Rescoring(Repository):
         await self._connection.transaction(lambda: regroup(self._connection, task, change))
 
     async def _note(self, records: Sequence[Record], scores: Mapping[str, NewScore]) -> None:
+        """Store the new scores beside the old ones. Idempotent: it adds nothing for what is stored."""
         notes = []
         for record in records:
             new = scores[record.id]
             stored = literal({"score": new.score, "details": plain(new.details)})
-            took = {name: {"$sum": [f"${name}", amount]} for name, amount in judged(new.details).items()}
+            is_stored = {"$eq": [{"score": "$rescored.score", "details": "$rescored.details"}, stored]}
+            added = {name: {"$cond": [is_stored, 0, took]} for name, took in judged(new.details).items()}
+            took = {name: {"$sum": [f"${name}", amount]} for name, amount in added.items()}
             note: list[Json] = [{"$set": {"rescored": stored, **took}}, {"$set": {"rescored.at": "$$NOW"}}]
             notes.append(UpdateOne({"_id": record.id}, note))
         await self._collection(RECORD).bulk_write(notes)

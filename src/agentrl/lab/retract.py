@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.atomic_folder import TEMPORARY, delete_folder, remove_leftovers
+from agentrl.base.folder_owner import read_owner
 from agentrl.base.processes import user_name
 from agentrl.base.registry import import_modules
 from agentrl.base.user_code import allow
@@ -71,10 +72,13 @@ class Influence:
         return 0 if self.clean is None else self.clean.state.step
 
 
-async def influence(store: Store, steps: Mapping[str, int | None], roots: Sequence[Path]) -> Influence:
+async def influence(
+    store: Store, steps: Mapping[str, int | None], roots: Sequence[Path], earlier: Sequence[Path] = ()
+) -> Influence:
     """Return where ``steps``, {TrainStep: its number if it is in the weights}, have influence.
 
-    ``roots`` are the run's folders of checkpoints.
+    ``roots`` are the run's folders of checkpoints, ``earlier`` those of its former trainers, from which no
+    trainer resumes.
     """
     every = await store.steps.find(status=None)
     committed = [step for step in every if step.status is StepStatus.COMMITTED]
@@ -82,6 +86,7 @@ async def influence(store: Store, steps: Mapping[str, int | None], roots: Sequen
     found = [item for root in roots for item in read_checkpoints(root, undone=True)]
     usable = [item for item in found if applied.issuperset(item.state.train_steps)]
     clean = [item for item in usable if steps.keys().isdisjoint(item.state.train_steps)]
+    found += [item for root in earlier for item in read_checkpoints(root, undone=True)]
     tainted = [item.folder for item in found if not steps.keys().isdisjoint(item.state.train_steps)]
     by_id = {step.id: step for step in every}
     versions = [
@@ -471,7 +476,7 @@ class _Call:
             unfinished=unfinished,
             rebuilt=rebuilt,
             folders=folders,
-            influence=await influence(store, steps, folders.roots),
+            influence=await influence(store, steps, folders.roots, await _earlier(store, folders)),
             family=flags.family or bool(of_family),
             because=flags.because or "".join(of_family[-1:]),
             by=f"{user_name()}@{socket.gethostname()}",
@@ -561,9 +566,10 @@ class _Call:
     async def _go_back(self, lease: HeldTrainerLease) -> None:
         await self.retractions.plan_rebuild(self.rebuilt)
         steps = await self.retractions.tainted(self.rebuilt)
-        found = await influence(self.store, steps, self.folders.roots)
+        earlier = await _earlier(self.store, self.folders)
+        found = await influence(self.store, steps, self.folders.roots, earlier)
         self.folders.require_own(found.versions)
-        gone_back = await go_back(self.store, lease, found, self.folders.roots)
+        gone_back = await go_back(self.store, lease, found, [*self.folders.roots, *earlier])
         await self.retractions.set_rebuilt(self.rebuilt, gone_back)
         numbers = [int(key.split("/")[1]) for key in steps]
         if gone_back.step < min(numbers, default=0):  # else other steps have replaced them since
@@ -631,6 +637,13 @@ async def _remove_log_lines(store: Store, run: RunConfig, names: Collection[str]
 
 async def _select(retractions: Retractions, flags: RetractFlags) -> RetractSelection:
     return await retractions.select(scorers=flags.scorer, tasks=flags.task, records=flags.record)
+
+
+async def _earlier(store: Store, folders: RunFolders) -> list[Path]:
+    """Return the run's own folders of checkpoints that its newest trainer does not have."""
+    known = {root.resolve() for root in folders.roots}
+    found = [root for root in await store.settings.checkpoint_folders() if root.resolve() not in known]
+    return [root for root in found if read_owner(root) == folders.owner]
 
 
 async def _folders(store: Store, run: RunConfig) -> RunFolders:

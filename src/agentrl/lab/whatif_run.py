@@ -535,11 +535,9 @@ async def stored_flags(source: Store, steps: Sequence[TrainStep]) -> dict[str, R
 
 
 async def checkpoint_roots(source: Store) -> list[Path]:
-    """Return the folders that may hold a checkpoint of the run's weights: those of its trainers."""
-    outputs = [item.values.get("output_dir") for item in reversed(await source.settings.starts())]
+    """Return the folders that may hold a checkpoint of the run's weights: its trainers', its ancestors'."""
     ancestors = [Path(each.checkpoint).parent for each in await source.ancestry.lineage() if each.checkpoint]
-    default = f"output/{source.run_name}"
-    return [*dict.fromkeys(Path(str(output or default)) for output in outputs or [None]), *ancestors]
+    return [*await source.settings.checkpoint_folders(), *ancestors]
 
 
 def _newest_below(

@@ -139,9 +139,12 @@ def load_judge(path: str | Path) -> JudgeSection:
     return _load(path, "scorer_agent", JudgeSection)
 
 
-def load_browse(path: str | Path) -> BrowseSection | None:
-    """Return the section ``browse_agent``; None without it or with ``status: false``. Raises ConfigError."""
-    section = _section(_read(path), "browse_agent") if Path(path).exists() else None
+def load_browse(path: str | Path, *, is_required: bool = False) -> BrowseSection | None:
+    """Return the section ``browse_agent``; None without it or with ``status: false``.
+
+    Raises ConfigError, without the file only if it ``is_required``.
+    """
+    section = _section(_read(path), "browse_agent") if is_required or Path(path).exists() else None
     if section is None or section.get("status") is False:
         return None
     return _load(path, "browse_agent", BrowseSection)

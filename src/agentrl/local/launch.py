@@ -35,6 +35,7 @@ from agentrl.base.processes import (
 from agentrl.base.registry import import_modules
 from agentrl.base.validation import read_settings
 from agentrl.chat.model_folder import model_context_length
+from agentrl.columns.teacher import read_prompt
 from agentrl.config.agreement import AgreedSettings, require_trainable, sampler_settings, trainer_settings
 from agentrl.config.flags import flag_words
 from agentrl.config.load import Configs, flags_of
@@ -81,7 +82,7 @@ from agentrl.observe.begin_run import check_run
 from agentrl.observe.progress import seconds_of
 from agentrl.observe.trackers import require_trackers
 from agentrl.rollout.load_tasks import is_address, read_task_source
-from agentrl.rollout.setup import require_extensions
+from agentrl.rollout.setup import open_format, read_limits, require_extensions
 from agentrl.store.client import Store, open_existing
 from agentrl.tools.config import McpSpec, load_servers
 from agentrl.train.lease import require_no_trainer
@@ -384,6 +385,7 @@ def prepare(command: str, flags: Sequence[str], configs: Configs, variables: Map
     teacher = configs[TeacherConfig].teacher if "sample" in roles else None
     if teacher is not None:
         require_teacher(teacher, columns)
+        read_prompt(configs[TeacherConfig])
     teaches_self = "train" in roles and configs[LossConfig].old_logprobs == "version"
     unfilled = [name for name in columns if not (teaches_self and name == VERSION_LOGPROBS)]
     if is_training and unfilled and configs[TeacherConfig].teacher is None:
@@ -479,7 +481,10 @@ def require_usable(configs: Configs, roles: Collection[str]) -> AgreedSettings:
     agreed: AgreedSettings = {}
     if not {"sample", "eval"}.isdisjoint(roles):
         require_extensions(configs)
+        if model is not None:
+            asyncio.run(open_format(None, configs))
     if "sample" in roles:
+        read_limits(configs)
         agreed |= sampler_settings(configs)
     if "train" in roles:
         require_trackers(configs[TrainConfig].report_to)

@@ -40,7 +40,7 @@ from agentrl.config.schema import (
     flag,
 )
 from agentrl.config.training import PlanConfig
-from agentrl.errors import ConfigError, quoted
+from agentrl.errors import ConfigError, did_you_mean, quoted
 
 if TYPE_CHECKING:
     from agentrl.local.mongod import EmbeddedMongo, EmbeddedStatus
@@ -70,7 +70,7 @@ def launch(argv: list[str]) -> int:
     if command not in ("train", "eval"):
         raise ConfigError(
             f"unknown word {command!r}; choose one of train, eval",
-            hint="agentrl launch train, or agentrl launch eval",
+            hint=did_you_mean(command, ("train", "eval")),
         )
     flags = [*flags_of_variables(os.environ, f"{command}_file"), *argv[argv[:1] == [command] :]]
     configs = parse(

@@ -274,13 +274,16 @@ class StartedRun:
         deadline = float("inf") if seconds is None else time.monotonic() + seconds
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, transient=False) as progress:
-            bar = progress.add_task(self.name, total=int(self._flags["max_steps"]))
+            asked = int(self._flags["max_steps"])
+            bar = progress.add_task(self.name, total=asked)
             while True:
                 is_running = self.is_running  # before the look: the last steps are seen after the end
                 step, reward = self._last_step()
                 said = ": waiting for the first step" if not step else ""
-                said = said if reward is None else f", reward {reward:.3f}"
-                progress.update(bar, completed=step, description=f"{self.name}{said}")
+                said = f": it had more steps than the {asked} asked for" if step > asked else said
+                said += "" if reward is None else f", reward {reward:.3f}"
+                total = max(asked, step)
+                progress.update(bar, completed=step, total=total, description=f"{self.name}{said}")
                 if not is_running or time.monotonic() >= deadline:
                     break
                 time.sleep(_POLL_SECONDS)

@@ -297,10 +297,10 @@ def _own_template(config: ModelConfig) -> str | None:
         return None
     try:
         return Path(config.chat_template).read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ModelError(
-            f"--chat_template {config.chat_template} cannot be read: {error.strerror}",
-            hint="give an existing file",
+            f"--chat_template {config.chat_template} cannot be read: {error}",
+            hint="give an existing text file",
         ) from error
 
 

@@ -107,6 +107,12 @@ def require_groups(groups: GroupConfig, num_generations: int) -> None:
         )
 
 
+def require_judge(names: Mapping[str, Collection[str]], path: str) -> None:
+    """Raise ConfigError if tasks use a judge whose file cannot be used; ``names`` as of ``ReadResult``."""
+    if not JUDGES.isdisjoint(names["scorer"]):
+        load_judge(path)
+
+
 async def probe(
     store: Store,
     tools: ToolPool,

@@ -21,7 +21,7 @@ from agentrl.chat.model_folder import model_context_length, tokenizer_fingerprin
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.parsers.arguments import load_validator
 from agentrl.chat.parsers.parser import PARSERS
-from agentrl.columns.gold import read_gold, watch_gold
+from agentrl.columns.gold import GoldSlice, read_gold, watch_gold
 from agentrl.columns.outages import Outages
 from agentrl.columns.pool import bounded, owner_name
 from agentrl.config.agreement import sampler_settings
@@ -49,18 +49,18 @@ from agentrl.environments.snapshots import Snapshots
 from agentrl.errors import ConfigError, CostLimitError, ModelError
 from agentrl.inference.engine import Router
 from agentrl.inference.session import EngineRouter, LiveEngines
-from agentrl.llm.agent_config import Prices, read_prices, use_prices
+from agentrl.llm.agent_config import Prices, load_browse, read_prices, use_prices
 from agentrl.observe.begin_run import begin_model, begin_run
-from agentrl.rollout.agent_io import Endpoint, agent_cfg_path
+from agentrl.rollout.agent_io import Endpoint, agent_cfg_path, read_agent_cfg
 from agentrl.rollout.agents import CONTEXT_MANAGERS, check_agent
 from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer, collect_garbage_less_often
 from agentrl.rollout.load_tasks import load_read_tasks, read_source
-from agentrl.rollout.preflight import probe, require_groups
+from agentrl.rollout.preflight import probe, require_groups, require_judge
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.groups import ESTIMATORS
 from agentrl.store.claims import GroupLimit
-from agentrl.store.client import Store, open_store
+from agentrl.store.client import Store, open_store, run_exists
 from agentrl.store.costs import Costs
 from agentrl.store.epochs import CURRICULUM, ORDER, Selection
 from agentrl.store.mechanics.retry import log_store_errors, retry_outages
@@ -155,19 +155,34 @@ async def live_engines(
 
 
 def require_extensions(configs: Configs) -> None:
-    """Raise ConfigError for an extension that the flags name and that cannot be found.
+    """Raise ConfigError for an extension or a file that the flags name and that cannot be found or read.
 
     Call it before the run stores its flags, and before tasks are read: it says what runs their containers.
     """
     use_containers(configs[ContainerConfig])
     import_modules(configs[TaskConfig].imported_modules)
     agent = configs[AgentConfig]
-    check_agent(agent.agent_name, agent_cfg_path(None, agent.agent_cfg_path))
+    path = agent_cfg_path(None, agent.agent_cfg_path)
+    check_agent(agent.agent_name, path)
+    read_agent_cfg(path)
     CONTEXT_MANAGERS.get(agent.new_context)
     if agent.tool_call_parser is not None:
         PARSERS.get(agent.tool_call_parser)
     ToolPool(configs[ToolConfig])  # reads what configures tools, and connects to nothing
+    load_browse(configs[SamplingConfig].agent_config_path, is_required="agent_config_path" in configs.given)
+    read_prices(configs[RunConfig].prices)
     ESTIMATORS.get(configs[GroupConfig].advantage)
+
+
+def read_limits(configs: Configs) -> tuple[GoldSlice | None, Prices | None]:
+    """Return the files of --judge_gold and --prices. Raises ConfigError, also for a limit without prices."""
+    sampling, prices = configs[SamplingConfig], read_prices(configs[RunConfig].prices)
+    if sampling.max_cost is not None and prices is None:
+        raise ConfigError(
+            f"--max_cost is {sampling.max_cost:g}, and nothing has a price",
+            hint="give --prices FILE: docs/operations.md#what-a-run-costs",
+        )
+    return read_gold(sampling.judge_gold), prices
 
 
 async def allow_configured_imports(store: Store, configs: Configs) -> None:
@@ -354,18 +369,12 @@ async def sample(configs: Configs) -> None:
         idle_exit_seconds=sampling.idle_exit_seconds,
         cut_after=admission.max_staleness + 1 if sampling.tail_policy == "cut" else None,
     )
-    prices = read_prices(run.prices)
-    if sampling.max_cost is not None and prices is None:
-        raise ConfigError(
-            f"--max_cost is {sampling.max_cost:g}, and nothing has a price",
-            hint="give --prices FILE: docs/operations.md#what-a-run-costs",
-        )
     at_once = asyncio.Event()
     stop = stop_on_signals(at_once)
     with retry_outages(run.db_wait_seconds, stop):
         require_extensions(configs)
         require_folder(configs[ModelConfig])
-        gold = read_gold(sampling.judge_gold)
+        gold, prices = read_limits(configs)
         read = None
         if tasks.train_file is not None:
             require_groups(groups, tasks.num_generations)
@@ -373,6 +382,8 @@ async def sample(configs: Configs) -> None:
         # Open it here, if the flags name the model: a start that is refused makes no run.
         is_named = configs[ModelConfig].model_name_or_path is not None
         chat_format = await open_format(None, configs) if is_named else None
+        if read is not None and not await run_exists(run):
+            require_judge(read.names, sampling.agent_config_path)
         async with await open_store(run) as store:
             await begin_run(store, configs, "sample", sampler_settings(configs))
             await begin_model(store, configs[ModelConfig].model_name_or_path, "sample")

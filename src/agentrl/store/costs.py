@@ -130,9 +130,9 @@ class Costs(Repository):
         for query in ({"status": {"$in": ENDED}}, {"status": {"$in": _GOING_ON}, **WITHOUT_BRANCHES}):
             for group in await self._aggregate(RECORD, {"$match": query}, counted, {"$unset": "_id"}):
                 sums |= {name: sums.get(name, 0) + amount for name, amount in group.items()}
-        for name in ("seconds", "cost"):
+        for name, kind in (("tokens", int), ("seconds", float), ("cost", float)):
             gold = await self._sum(JUDGE_CHECK, {}, {"$sum": f"$scores.{name}"})
-            sums[f"judge_{name}"] = sums.get(f"judge_{name}", 0.0) + gold
+            sums[f"judge_{name}"] = sums.get(f"judge_{name}", 0) + kind(gold)
         return replace(costs := RunCosts(**sums), total=None if prices is None else _money(prices, costs))
 
     async def _sum(self, collection: str, query: Json, value: Json | str) -> float:

@@ -260,6 +260,18 @@ class Settings(Repository):
         """Return the flags of the trainers, in the order in which they began; see ``flags_at``."""
         return [item for item in await self.flags() if item.role == TRAIN_ROLE]
 
+    async def checkpoint_folders(self) -> list[Path]:
+        """Return the folders in which the run's trainers saved checkpoints, those of the newest start first.
+
+        A start may have had another ``--output_dir``; the checkpoints of its steps stay there.
+        """
+        found, name = list[Path](), self._connection.database.name
+        for flags in [item.values for item in reversed(await self.starts())] or [dict[str, Any]()]:
+            found.append(Path(flags.get("output_dir") or f"output/{name}"))
+            if fallback := flags.get("fallback_output_dir"):
+                found.append(Path(fallback) / name)
+        return [*dict.fromkeys(found)]
+
     @database_call
     async def of_steps(self, steps: Iterable[TrainStep]) -> dict[str, RunSettings]:
         """Return {``_id`` of a step: the flags of the trainer that made it}, without steps of unknown flags.

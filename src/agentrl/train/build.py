@@ -39,7 +39,14 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.settings import LossSettings
 from agentrl.model.check_model import check_model
 from agentrl.model.flops import Precision, device_peak
-from agentrl.model.load import Policy, disable_dropout, empty_model, load_model, load_policy
+from agentrl.model.load import (
+    Policy,
+    disable_dropout,
+    empty_model,
+    load_model,
+    load_policy,
+    load_tokenizer,
+)
 from agentrl.model.norms import fuse_norms
 from agentrl.train.optimizer import build_optimizer, build_scheduler, freeze
 from agentrl.train.step import FrozenLogprobs, PolicyTrainer, Reference
@@ -141,6 +148,7 @@ def require_buildable(configs: Configs, world: World) -> None:
     flags, optim = configs[ModelConfig], configs[OptimConfig]
     check_flags(plan_layout(train, world.size), adapter, memory)
     checkpointing_mode(memory, train.gradient_checkpointing)
+    load_tokenizer(flags, base_folder(flags))
     if flags.reference_model is not None and LossSettings.of_run(configs).needs_reference:
         base_folder(replace(flags, model_name_or_path=flags.reference_model))
     if train.max_steps > 0:  # else the tasks say how many steps there are

@@ -26,7 +26,7 @@ GIVEN = [1.0]
 
 @scorer("test_gold_judge")
 async def judged(context: ScorerContext) -> ScoreResult:
-    return ScoreResult(GIVEN[0], {"judge": "m", "seconds": 2.0, "cost": 0.5})
+    return ScoreResult(GIVEN[0], {"judge": "m", "seconds": 2.0, "cost": 0.5, "prompt_tokens": 9})
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ async def test_one_of_several_processes_judges_and_each_step_is_judged_once(
     assert {row.model for row in first.scores} == {"m"}
     assert len(first.scores) == 2
     costs = await Costs(store.connection).read(None)
-    assert (costs.judge_seconds, costs.judge_cost) == (8.0, 2.0)
+    assert (costs.judge_tokens, costs.judge_seconds, costs.judge_cost) == (36, 8.0, 2.0)
 
 
 async def test_a_judging_whose_process_died_is_taken_over_and_its_late_scores_are_dropped(

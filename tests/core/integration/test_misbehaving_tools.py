@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,6 +123,41 @@ async def test_garbage_is_skipped_and_endless_garbage_ends_the_server(
         assert endless.error
         assert "stopped while it ran" in endless.text
         assert await pid_of(tools) != before
+
+
+PRINTING = """
+import json, sys
+print("Loading ...", flush=True)
+PRINTED = {"line": "debug: 1\\n", "half": '{"a": 1}\\nadding {', "last": "no database\\n"}
+SERVER = {"name": "p", "version": "1"}
+tools = [{"name": name, "inputSchema": {"type": "object"}} for name in PRINTED]
+for line in sys.stdin:
+    asked = json.loads(line)
+    name = asked.get("params", {}).get("name")
+    result = {"tools": tools} if name is None else {"content": [{"type": "text", "text": name}]}
+    if asked["method"] == "initialize":
+        version = asked["params"]["protocolVersion"]
+        result = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": SERVER}
+    print(PRINTED.get(name, ""), end="", flush=True)
+    if name == "last":
+        sys.exit(3)
+    if "id" in asked:
+        print(json.dumps({"result": result, "id": asked["id"], "jsonrpc": "2.0"}), flush=True)
+"""
+
+
+async def test_what_a_tool_prints_to_stdout_loses_no_answer_and_is_named_when_its_server_dies(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "printing.py").write_text(PRINTING, encoding="utf-8")
+    entry = {"command": sys.executable, "args": [str(tmp_path / "printing.py")]}
+    async with open_tools(config_of(tmp_path, entry, tool_timeout_seconds=20)) as tools:
+        for name in ("line", "half", "line"):
+            reply = await tools.call(name, {})
+            assert (reply.text, reply.error) == (name, False)
+        assert (await tools.call("last", {})).error
+    (lost,) = (each for each in caplog.records if each.getMessage() == "tool server lost")
+    assert "printed to stdout, where MCP messages go: no database" in vars(lost)["why"]
 
 
 @pytest.mark.parametrize("path", ["", "mcp", "sse"])

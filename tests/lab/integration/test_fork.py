@@ -18,6 +18,7 @@ from agentrl.errors import ConfigError, StoreError
 from agentrl.inference.served_engine import starting_weights
 from agentrl.lab import lab_cli
 from agentrl.lab.manage_runs import RunAdmin
+from agentrl.lab.whatif_run import checkpoint_roots
 from agentrl.store.client import run_exists
 from agentrl.weights.folder import verify
 from agentrl.weights.local_copy import LocalCopy
@@ -117,6 +118,27 @@ async def test_a_fork_goes_on_as_its_parent_did(
         assert [each.run for each in await store.ancestry.lineage()] == [child.name, run.name]
         assert await store.ancestry.holder("DBRecordData", f"{GROUPS[0]}/0/1") == run.name
         assert await store.ancestry.holder("DBRecordData", f"{GROUPS[2]}/0/1") == child.name
+
+
+async def test_a_step_is_forked_from_the_folder_of_the_start_that_made_it(
+    run: Run, child: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that went on in another folder keeps its first steps in the one before; errors name both."""
+    await run.fill()
+    assert run.train(*SAVED, "--max_steps", "1")[0] == 0
+    first, moved = run.output / "checkpoint-000001", run.folder / "moved"
+    code, output = run.train(*SAVED, "--output_dir", str(moved), "--resume_from_checkpoint", str(first))
+    assert code == 0, output
+    with pytest.raises(ConfigError, match="no checkpoint of step 7") as caught:
+        await forked(run, child.name, "--from_step", "7")
+    assert f"in {moved} and {run.output}; its checkpoints are of the steps: 1, 2, 3" in str(caught.value)
+    assert await forked(run, child.name, "--from_step", "1") == 0
+    assert await forked(run, f"{child.name}2") == 0
+    said = capsys.readouterr().out
+    assert f"from {first}" in said
+    assert f"from {moved / 'checkpoint-000003'}" in said
+    async with await run.open() as store:
+        assert await checkpoint_roots(store) == [moved, run.output]
 
 
 async def refused(run: Run, child: Run) -> None:

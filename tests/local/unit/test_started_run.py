@@ -248,6 +248,30 @@ def test_a_second_run_says_that_the_first_one_still_trains(
     assert len(started) == 2
 
 
+@pytest.mark.parametrize(
+    ("last", "shown"),
+    [((0, None), "first: waiting for the first step"), ((1, 0.5), "first, reward 0.500"),
+     ((3, 0.5), "first: it had more steps than the 2 asked for, reward 0.500")],
+)  # fmt: skip
+def test_the_bar_counts_the_steps_that_are_asked_for_or_were_there(
+    last: tuple[int, float | None],
+    shown: str,
+    started: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = agentrl.run(tasks=[{"query": "2 + 2?", "answer": "4"}], steps=2, name="first")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(type(run), "is_running", False)
+    monkeypatch.setattr(type(run), "_has_failed", False)
+    monkeypatch.setattr(run, "_last_step", lambda: last)
+    run.wait()
+    said = capsys.readouterr().out
+    assert said.startswith(shown)
+    assert f"{last[0]}/{max(2, last[0])} " in said
+    assert len(started) == 1
+
+
 def test_the_files_of_a_run_that_trains_are_not_written_again(
     started: list[list[str]], tmp_path: Path
 ) -> None:

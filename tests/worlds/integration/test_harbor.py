@@ -113,7 +113,9 @@ async def test_solutions_score_1_and_untouched_containers_0(capsys: pytest.Captu
 def test_a_folder_is_loaded_without_what_is_refused_only_if_that_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(TaskFileError, match=r"2 of 10 tasks of .* cannot be read") as refused:
         read_task_source(TASKS)
-    assert "Harbor task two-containers: environment/docker-compose.yaml is for" in str(refused.value)
+    assert "Harbor task two-containers: environment/docker-compose.yaml asks Docker Compose for" in str(
+        refused.value
+    )
     read = read_task_source(TASKS, skip_bad_lines=True, shuffle=False)
     assert len(read.tasks) == 8
     task = next(task for task in read.tasks if task.task_id == "sort-lines")

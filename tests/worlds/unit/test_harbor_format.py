@@ -70,7 +70,23 @@ def test_a_folder_is_read_without_its_canary_and_its_digest_is_of_all_files(tmp_
         ("tests/test.sh", None, "there is no tests/test.sh"),
         ("instruction.md", " \n", "there is no instruction.md with text"),
         ("environment/Dockerfile", None, "no environment/Dockerfile, and task.toml names no docker_image"),
-        ("environment/docker-compose.yaml", "services: {}", "docker-compose.yaml is for Docker Compose"),
+        ("environment/docker-compose.yaml", "services: {}", "docker-compose.yaml has no service main"),
+        ("environment/compose.yml", "services: [", "compose.yml: "),
+        (
+            "environment/compose.yml",
+            "{services: {main: {}, db: {}}, volumes: {}}",
+            "compose.yml asks Docker Compose for the service db, volumes, and here a task is one container",
+        ),
+        (
+            "environment/compose.yml",
+            "services: {main: {build: {context: ..}, privileged: true}}",
+            "asks Docker Compose for main.privileged, main.build.context",
+        ),
+        (
+            "environment/compose.yml",
+            "services: {main: {image: ubuntu, command: serve}}",
+            "asks Docker Compose for main.image, main.command",
+        ),
         ("trajectory.json", "{}", "begins with the conversation in trajectory.json"),
     ],
 )
@@ -84,6 +100,20 @@ def test_a_folder_that_lacks_a_file_or_has_one_too_many_is_refused(
         (folder / path).write_text(text)
     with pytest.raises(BadTaskError, match=said.replace(".", r"\.")):
         read_task_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "services: {main: {build: .}}",
+        "name: x\nservices:\n  main:\n    build: {context: '${CONTEXT_DIR}'}\n    image: ${MAIN_IMAGE_NAME}\n"
+        "    command: [sh, -c, sleep infinity]\n",
+    ],
+)
+def test_a_compose_file_of_the_one_service_main_is_its_dockerfile(text: str, tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "task")
+    (folder / "environment/docker-compose.yaml").write_text(text)
+    assert read_task_folder(folder).image.build == folder / "environment"
 
 
 def test_a_dockerfile_says_where_commands_run_and_what_only_a_builder_can_do(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ _ENDS = 4096
 _MAX_GARBAGE_LINES = 1000
 _STDERR_LINES = 20
 _ID = re.compile(rb'"id"\s*:\s*(\d+)')
+_BEGIN = re.compile(rb'\{\s*"(?:jsonrpc|id|method|params|result|error)"\s*:')
 _ANSWER = re.compile(rb'"(?:result|error)"\s*:')
 
 
@@ -77,6 +78,8 @@ class StdioProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._stderr: deque[str] = deque(maxlen=_STDERR_LINES)
         self._problem = ""
+        self._printed = ""
+        """The last line of stdout that is not a message."""
 
     @property
     def is_running(self) -> bool:
@@ -95,10 +98,13 @@ class StdioProcess:
         return self._process is not None and (self._process.returncode or 0) > 0
 
     def last_words(self) -> str:
-        """Return why the process ended: its exit code and the end of its stderr, without secrets."""
+        """Return why the process ended: its exit code and what it printed last, without secrets."""
         parts = [self._problem] if self._problem else []
         if self._process is not None and self._process.returncode is not None:
             parts.append(f"it exited with code {self._process.returncode}")
+        if self._printed:
+            printed = redact_secrets(self._printed, self._spec)
+            parts.append(f"printed to stdout, where MCP messages go: {printed}")
         if self._stderr:
             parts.append("stderr: " + redact_secrets(" | ".join(self._stderr)[-500:], self._spec))
         return "; ".join(parts)
@@ -160,14 +166,15 @@ class StdioProcess:
                     return
                 message = _parse(line)
                 if message is None:
-                    garbage += bool(line.strip())
+                    if text := line[:200].decode("utf-8", "replace").strip():
+                        garbage, self._printed = garbage + 1, text
                     continue
                 garbage = 0
                 try:
                     await received.send(message)
                 except (anyio.BrokenResourceError, anyio.ClosedResourceError):
                     return
-            self._problem = f"it wrote {garbage} lines to stdout that are not MCP messages"
+            self._problem = f"it wrote {garbage} lines to stdout that are not MCP messages; print to stderr"
 
     async def _write(
         self,
@@ -274,6 +281,9 @@ def _parse(line: bytes) -> SessionMessage | None:
         try:
             return SessionMessage(jsonrpc_message_adapter.validate_json(read_message(line), by_name=False))
         except ValueError as problem:
+            begun = None if line.lstrip().startswith(b"{") else _BEGIN.search(line)
+            if begun is not None:  # behind what a tool printed without a newline
+                return _parse(line[begun.start() :])
             number, text, code = _answered(line), str(problem), NOT_VALID
     if number is None:
         return None

@@ -35,10 +35,11 @@ from agentrl.base.validation import (
     PositiveWhole,
     Text,
     check,
+    read_settings,
     wrong,
 )
 from agentrl.documents.task_json import BadTaskError
-from agentrl.errors import did_you_mean
+from agentrl.errors import ConfigError, did_you_mean
 
 VERSIONS: Final = ("1.0", "1.1", "1.2", "1.3", "1.4")
 PUBLIC, NONE, ALLOWLIST = "public", "no-network", "allowlist"
@@ -400,6 +401,14 @@ def _unquoted(text: str) -> str:
 
 TASK_FILE: Final = "task.toml"
 _COMPOSE: Final = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+_BUILDS: Final[Mapping[Any, Any]] = {
+    "context": (".", "./", "${CONTEXT_DIR}"), "dockerfile": ("Dockerfile", "./Dockerfile"),
+}  # fmt: skip
+"""What a compose file may say of the image of ``main``: it is that of the Dockerfile."""
+_IDLE: Final = (
+    "sleep infinity", ["sleep", "infinity"], ["tail", "-f", "/dev/null"],
+    *([shell, "-c", "sleep infinity"] for shell in ("sh", "/bin/sh", "bash", "/bin/bash")),
+)  # fmt: skip
 _LEFT_OUT: Final = frozenset({".git", "__pycache__", ".DS_Store"})
 _CANARY: Final = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
 _MOST_FILES: Final = 20_000
@@ -502,15 +511,42 @@ def _require_own_files(folder: Path) -> None:
 def _image(table: EnvironmentTable, folder: Path, where: str) -> ImageOf:
     for name in _COMPOSE:
         if (folder / name).exists():
-            raise BadTaskError(
-                f"{where}/{name} is for Docker Compose, and here a task is one container of a Dockerfile or"
-                " a docker_image: run it with Harbor, or move what its services need there and delete it"
-            )
+            _require_one_container(folder / name, f"{where}/{name}", table)
     if table.docker_image is not None:
         return ImageOf(table, table.docker_image, None, None)
     if not (folder / "Dockerfile").is_file():
         raise BadTaskError(f"there is no {where}/Dockerfile, and task.toml names no docker_image")
     return ImageOf(table, None, folder, read_dockerfile(folder / "Dockerfile"))
+
+
+def _require_one_container(path: Path, named: str, table: EnvironmentTable) -> None:
+    """Raise BadTaskError for a file of Docker Compose that starts more than the image of ``main``, idle.
+
+    Values are compared and never shown: one may stand for more text than fits memory.
+    """
+    hint = "run it with Harbor, or move what its services need there and delete it"
+    if not lies_in(path, path.parent) or path.stat().st_size > _MOST_TEXT:
+        raise BadTaskError(f"{named} is a link out of its folder, or longer than {_MOST_TEXT:,} bytes")
+    try:
+        content = read_settings(path, hint=hint).content
+    except ConfigError as error:
+        raise BadTaskError(f"{named}: {error.message}") from error
+    services = content.get("services") if isinstance(content, dict) else None
+    main = services.get("main") if isinstance(services, dict) else None
+    if not isinstance(services, dict) or not isinstance(main, dict):
+        raise BadTaskError(f"{named} has no service main, which Harbor's agent works in")
+    build = main["build"] if isinstance(main.get("build"), dict) else {"context": main.get("build", ".")}
+    images = ("${MAIN_IMAGE_NAME}", main.get("image") if "build" in main else table.docker_image)
+    known = {"build": (main.get("build"),), "command": _IDLE, "image": images}
+    more = [f"the service {name}" for name in services if name != "main"]
+    more += [str(key) for key in content if key not in ("services", "version", "name")]
+    more += [f"main.{key}" for key, value in main.items() if value not in known.get(key, ())]
+    more += [f"main.build.{key}" for key, value in build.items() if value not in _BUILDS.get(key, ())]
+    if more:
+        raise BadTaskError(
+            f"{named} asks Docker Compose for {', '.join(more[:5])}, and here a task is one container of a"
+            f" Dockerfile or a docker_image: {hint}"
+        )
 
 
 _lock = threading.Lock()

@@ -79,10 +79,11 @@ async def test_the_judge_is_asked_anew_and_its_failures_are_no_scores(llm: FakeL
     assert (await run_scorer("agentcpm", context, 20)).score == 1.0
     (scored,) = await judge_rows([row], sampling)
     assert (scored.score, scored.model, scored.expected, scored.cost) == (0.0, "a", 1.0, 1.0)
+    assert scored.tokens > 0
     assert (await run_scorer("agentcpm", context, 20)).details["cached"]  # the cache is as it was
     same = GoldRow(query="Capital?", answer="Paris", final_answer="Paris", score=1.0)
     (equal,) = await judge_rows([same], sampling)
-    assert (equal.score, equal.model) == (1.0, None)  # no judge was asked
+    assert (equal.score, equal.model, equal.tokens) == (1.0, None, 0)  # no judge was asked
     llm.replies = {"a": ["who knows"]}
     failed, unknown = await judge_rows([row, GoldRow(query="?", score=0.5, scorer="nobody")], sampling)
     assert (failed.score, failed.model) == (None, None)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small_run as run
 from db_command import Db, agentrl_db, violations
+from pymongo.errors import AutoReconnect
 from ready_data import ready_data, statuses
 
 from agentrl.config.schema import GroupConfig, RunConfig
@@ -23,6 +25,7 @@ from agentrl.scoring.groups import ScoredGroup
 from agentrl.scoring.scorers import ScorerContext
 from agentrl.store.client import Store
 from agentrl.store.mechanics import blobs
+from agentrl.store.mechanics.retry import retry_outages
 
 pytestmark = pytest.mark.integration
 
@@ -120,6 +123,33 @@ async def test_a_trained_group_keeps_its_scores(store: Store, tmp_path: Path, db
     assert "0.500" in out
     assert "1.000" in out
     assert await violations(store) == []
+
+
+async def test_a_note_that_is_written_twice_in_an_outage_counts_its_judge_once(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server applies the write and the connection breaks: the call is made again."""
+    await run.build(store, tmp_path / "weights")
+    key = f"{run.TRAINED}/1/1"
+    write, outages = Rescoring._note, iter([True])
+
+    async def write_and_break(*given: Any) -> None:
+        await write(*given)
+        if next(outages, False):
+            raise AutoReconnect("the connection broke after the write")
+
+    monkeypatch.setattr(Rescoring, "_note", write_and_break)
+    rules, rescoring = GroupRules(config=GroupConfig(), seed=0), Rescoring(store.connection)
+    details = {"scorer": "$new", "judge": "j", "prompt_tokens": 3, "completion_tokens": 1, "cost": 0.5}
+    with retry_outages(45):
+        for seconds in (0.5, 0.25):  # the second is a judging of its own
+            new = {key: NewScore(score=0.75, details={**details, "seconds": seconds})}
+            await rescoring.apply(run.TRAINED, new, lambda stored: rules.decide)
+    assert next(outages, None) is None
+    found = await record(store, key)
+    assert found.rescored is not None
+    assert found.rescored["details"] == {**details, "seconds": 0.25}
+    assert (found.judge_tokens, found.judge_seconds, found.judge_cost) == (8, 0.75, 1.0)
 
 
 async def test_a_dry_run_writes_nothing_and_the_filters_choose(

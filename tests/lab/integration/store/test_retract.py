@@ -14,8 +14,9 @@ import small_run as run
 from db_command import agentrl_db, violations
 
 from agentrl.base import atomic_folder
+from agentrl.base.folder_owner import claim
 from agentrl.config.schema import GroupConfig, RunConfig
-from agentrl.documents.run import PARENT, Kinship, Relative
+from agentrl.documents.run import PARENT, TRAIN_ROLE, Kinship, Relative
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, LeaseHeldError, LeaseLostError, StoreError
@@ -28,6 +29,7 @@ from agentrl.lab.retract import delete_withdrawn, remove_lines
 from agentrl.lab.transfer import FILE
 from agentrl.rollout.housekeeping import GroupFinalizer
 from agentrl.store.client import Store, open_store
+from agentrl.store.settings import settings_document
 from agentrl.train.lease import hold_lease
 from agentrl.weights import storage
 
@@ -327,6 +329,23 @@ async def test_only_weights_that_hold_it_are_deleted(
     assert await agentrl_retract(run_config, "--output_dir", str(tmp_path)) == 0
     assert sorted(path.name for path in weights.iterdir()) == ["v000000", "v000002"]
     assert [step.id for step in await store.steps.find()] == [again.id]
+    assert await violations(store) == []
+
+
+async def test_checkpoints_in_the_folder_of_an_earlier_start_are_deleted_too(
+    store: Store, run_config: RunConfig, tmp_path: Path
+) -> None:
+    """The trainer has gone on in another ``--output_dir``: what is withdrawn is in the weights of both."""
+    await run.build(store, tmp_path / "new" / "weights")
+    owner, made = await store.settings.owner(), []
+    for attempt, name in enumerate(("old", "strange", "new"), 1):
+        own = owner if name != "strange" else replace(owner, id="another")
+        claim(tmp_path / name, own, "--output_dir")
+        made.append(run.write_checkpoint(tmp_path / name / "checkpoint-000001", 1, (run.STEP,)).folder)
+        values = {"output_dir": str(tmp_path / name)}
+        await store.settings.start(settings_document("", values, TRAIN_ROLE), attempt)
+    assert await agentrl_retract(run_config, "--record", TRAINED, "--rebuild") == 0
+    assert [folder.parent.name for folder in made if folder.is_dir()] == ["strange"]
     assert await violations(store) == []
 
 
