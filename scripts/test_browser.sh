@@ -5,9 +5,10 @@
 #   bash scripts/test_browser.sh --trajectories 8000    # a smaller run
 #   bash scripts/test_browser.sh --only rewards         # the pages whose name contains this
 #
-# Each page is opened in light and dark colours, on a desk and on a phone of 390 pixels. It checks the server's time
-# for each page (a median below 300 ms), the console, what axe-core finds serious, that the page does not scroll
-# sideways, and that text of a model stays text. It writes the screenshots of the docs to IMAGES.
+# Each page is opened in light and dark colours, on a desk and on a phone of 400 pixels. It checks the server's time
+# for each page (a median below 300 ms), the console, what axe-core finds serious, that each chart
+# shows something, that the page does not scroll sideways, and that text of a model stays text. It writes the
+# screenshots of the docs to IMAGES.
 # Chromium, axe-core and playwright are installed into .browser/ without root, from npm and PyPI.
 #
 # AGENTRL_CHROMIUM  Chromium or Chrome to use (default: one on the PATH, else the one of npm)

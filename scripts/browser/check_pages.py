@@ -1,8 +1,8 @@
 """Open every page of the dashboard in headless Chromium: server time, console, accessibility, screenshots.
 
 Reads DASHBOARD_URL, DASHBOARD_RUN and DASHBOARD_IDS, which serve_large_run.py sets. Exits with 1 if a page is
-slower than the limit, logs to the console, has a serious finding of axe-core, scrolls sideways on a phone, or
-runs text of a model.
+slower than the limit, logs to the console, has a serious finding of axe-core, is wider than the window of
+a desk or a phone, has a chart that shows nothing, or runs text of a model.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import statistics
 import sys
 import time
+import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from itertools import product
@@ -25,10 +26,9 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_pla
 LIMIT_MS = 300.0
 LOGIN = {"Authorization": f"Bearer {os.environ['DASHBOARD_TOKEN']}"}
 _GRAVE = ("serious", "critical")
-_DESK, _PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
+_DESK, _PHONE = {"width": 1440, "height": 900}, {"width": 400, "height": 800}
 _MAX_IMAGE_BYTES = 200_000
 _TIMEOUT_MS = 60_000
-_WIDEST_OVERFLOW = 1
 _HIDES_LINKS = """(() => {
     const nav = document.querySelector(".top nav");
     if (!nav || nav.scrollWidth <= nav.clientWidth) return false;
@@ -40,8 +40,36 @@ _HIDES_LINKS = """(() => {
 
 _EMPTY_LEGENDS = """[...document.querySelectorAll(".u-legend .u-value")]
     .filter((value) => ["", "–", "--"].includes(value.textContent)).length"""
-_FIRST = {"trajectories": "table.rows tbody tr", "trajectory": ".turn .said"}
+_CHARTS = """async () => {
+    const wrong = [];
+    for (const plot of document.querySelectorAll("[data-live-chart]")) {
+        plot.scrollIntoView();
+        await new Promise((done) => setTimeout(done, 150));
+        const canvas = plot.querySelector("canvas");
+        const name = `the chart ${plot.dataset.liveChart}`;
+        if (!canvas || canvas.clientHeight < 200) {
+            wrong.push(`${name} is not drawn, or flat`);
+            continue;
+        }
+        const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        const isColored = (_, at) => {
+            const [red, green, blue, alpha] = data.subarray(4 * at, 4 * at + 4);
+            return alpha > 128 && Math.max(red, green, blue) - Math.min(red, green, blue) > 60;
+        };
+        if (!Array.from({ length: data.length / 4 }).some(isColored)) wrong.push(`${name} shows nothing`);
+        if (plot.scrollWidth > plot.clientWidth) wrong.push(`${name} has a legend that is cut`);
+    }
+    return wrong;
+}"""
+"""What is wrong with the charts, each scrolled into view."""
+_FIRST = {
+    "trajectories": "table.rows tbody tr",
+    "by many": "table.rows tbody tr",
+    "trajectory": ".turn .said",
+}
 """Page → what its first screen shows."""
+_REFUSED = {"login": 401, "no run": 404, "no page": 404, "bad filter": 400}
+"""Page → its status, which the browser writes to the console."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +141,7 @@ def addresses(run: str, ids: dict[str, str]) -> dict[str, str]:
         "of a failure": f"{listed}?failure=timeout",
         "of a label": f"{listed}?label=cheats",
         "that called a tool": f"{listed}?tool=run_python",
+        "by many": f"{listed}?split=train&min_turns=1&max_tokens=9999&label=cheats",
         "trajectory": f"{listed}/{trained}",
         "failed trajectory": f"{listed}/{failed}",
         "hostile trajectory": f"{listed}/{hostile}",
@@ -123,7 +152,13 @@ def addresses(run: str, ids: dict[str, str]) -> dict[str, str]:
         "versions": f"{base}/compare",
         "two versions": f"{base}/compare?a={number // 2}&b={number - 3}",
         "rewards": f"{base}/rewards",
+        "manage": f"{base}/manage",
+        "choice of runs": "/compare",
         "two runs": f"/compare?run={quote(run)}&run={quote(ids['small_run'])}",
+        "login": "/?token=wrong",
+        "no run": "/runs/none",
+        "no page": f"{base}/none",
+        "bad filter": f"{listed}?step=one",
     }
 
 
@@ -136,7 +171,13 @@ class Check:
     def measure(self, result: Result, address: str) -> None:
         """Request a page without a browser; add the server's time, which it reports itself."""
         asked = urllib.request.Request(self._url + address, headers=LOGIN)
-        with urllib.request.urlopen(asked, timeout=120) as answer:
+        try:
+            answer = urllib.request.urlopen(asked, timeout=120)
+        except urllib.error.HTTPError as error:
+            if error.code != _REFUSED.get(result.name):
+                result.problems.append(f"status {error.code}")
+            answer = error
+        with answer:
             answer.read()
             timing = answer.headers["Server-Timing"]
         result.times.append(float(timing.rsplit("dur=", 1)[1]))
@@ -147,7 +188,8 @@ class Check:
         with self._open(theme, phone) as opened:
             page, messages = opened.page, opened.messages
             self._visit(page, address)
-            result.problems += [f"{where}: console: {message}" for message in messages]
+            status = f"responded with a status of {_REFUSED.get(result.name)} "
+            result.problems += [f"{where}: console: {each}" for each in messages if status not in each]
             result.problems += [f"{where}: axe: {finding}" for finding in self._findings(page)]
             if page.evaluate("window.injected !== undefined"):
                 result.problems.append(f"{where}: text of a model was run as a script")
@@ -160,8 +202,9 @@ class Check:
                 if top is None or top["y"] > page.viewport_size["height"]:
                     result.problems.append(f"{where}: the first screen shows no {first}")
             wide = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
-            if wide > _WIDEST_OVERFLOW:
+            if wide > 0:
                 result.problems.append(f"{where}: {wide} pixels wider than the window")
+            result.problems += [f"{where}: {problem}" for problem in page.evaluate(_CHARTS)]
 
     def shoot(self, shot: Shot, address: str, folder: Path) -> Path:
         """Write a screenshot as WebP of at most 200 kB."""

@@ -49,7 +49,7 @@ def step_metrics(rng: random.Random, step: int, progress: float, records: Sequen
         "seconds_backward": around(38), "seconds_optimizer": around(2.1), "seconds_publish": around(5),
         "tokens_per_second": around(11800), "total_tokens_per_second": around(17400), "tokens": tokens,
         "groups_open": rng.randrange(10, 15), "groups_ready": rng.randrange(2, 9), "lr": 1e-6,
-        "prefix_cache_hit_rate": min(1.0, around(0.82, 0.02)),
+        "prefix_cache_hit_rate": math.nan if step % 5 else min(1.0, around(0.82, 0.02)),  # in gaps
         "staleness_histogram": {str(age): count * 400 for age, count in ages.items()},
         "version_fractions": {str(key): count / len(records) for key, count in versions.items()},
     }  # fmt: skip

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jinja2 import nodes
 from snapshots import short_call as call
 
 from agentrl.documents.document import now
 from agentrl.documents.run import RunSettings, flags_key
 from agentrl.documents.status import StepStatus
 from agentrl.observe.terminal import MISSING
+from agentrl.screens.dashboard import render
 from agentrl.screens.dashboard.charts import (
     MAX_POINTS,
     Chart,
@@ -28,6 +30,7 @@ from agentrl.screens.dashboard.charts import (
     thin,
 )
 from agentrl.screens.dashboard.pages.compare import pair_turns
+from agentrl.screens.dashboard.pages.runs import histogram
 from agentrl.screens.dashboard.pages.scores import VALUES, dependence, disagreements, edges, repeated_answers
 from agentrl.screens.dashboard.pages.trajectories import PAGE, Colour, decoder, legend_of, token_views
 from agentrl.screens.dashboard.query import BadQueryError, read_form
@@ -200,6 +203,18 @@ def test_every_flag_that_a_page_names_exists() -> None:
     assert {flag for flag in named if not re.search(rf"{flag}\b", listed)} == set()
 
 
+def test_every_attribute_that_a_page_reads_exists() -> None:
+    pages = Path(render.__file__).parent
+    environment = render.templates()
+    sources = [environment.loader.get_source(environment, name)[0] for name in environment.list_templates()]
+    read = {node.attr for text in sources for node in environment.parse(text).find_all(nodes.Getattr)}
+    rooms = (pages.parent, *(pages.parents[1] / room for room in ("documents", "lab", "observe", "store")))
+    code = "\n".join(file.read_text("utf-8") for room in rooms for file in room.rglob("*.py"))
+    defined = set(re.findall(r"""def (\w+)|(\w+)(?=: |=| = )|["'](\w+)["']""", code))
+    assert len(read) > 200
+    assert read - {name for names in defined for name in names} == {"index0", "isoformat", "strftime"}
+
+
 def _step(number: int, *, attempt: int = 1, inherited: bool = False, **metrics: float) -> StepRow:
     return StepRow(
         id=f"{attempt}/{number}", step=number, status=StepStatus.COMMITTED, policy_version=number - 1,
@@ -245,6 +260,14 @@ def test_smoothing_is_a_moving_average_without_bias_whose_gaps_stay() -> None:
     (chart,) = curves("r", steps, 0.99)
     assert len(chart.series[0].y) <= 600
     assert chart.series[0].y[-1] == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_histogram_has_no_bar_too_thin_to_see() -> None:
+    apart, close = [0, 0.25, 0.25, 1], [0.1 + 0.2, 0.3, 1]
+    assert histogram("a", "t", "score", apart).rows == [["0", "1"], ["0.250", "2"], ["1", "1"]]
+    ((series,), (alone,)) = (histogram("a", "t", "score", each).series for each in (close, [2, 2]))
+    assert (len(series.x), sum(series.y), series.y[0], series.y[-1]) == (24, 3, 2, 1)
+    assert (alone.x, alone.y) == ([2], [2])
 
 
 def test_lines_that_coincide_differ_in_their_dashes() -> None:

@@ -71,9 +71,10 @@ async def _http(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     title = HTTPStatus(error.status_code).phrase
-    answer = render(
-        request, "error.html", title=title, message=error.detail, hint=None, status=error.status_code
-    )
+    message = error.detail
+    if message == HTTPStatus.NOT_FOUND.phrase:  # no route, so no page has said what is missing
+        message = f"the dashboard has no page {request.url.path[:200]}"
+    answer = render(request, "error.html", title=title, message=message, hint=None, status=error.status_code)
     answer.headers.update(error.headers or {})
     return answer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any
@@ -25,6 +26,11 @@ from agentrl.documents.status import (
 )
 from agentrl.documents.task import task_key
 from agentrl.store.mechanics.connection import DATA, MODEL_CALL, RECORD, STEP, TASK, VERSION, Json
+
+
+def known_steps(of_data: Sequence[int], last: int | None) -> tuple[int, ...]:
+    """Return the steps that trained a trajectory by its data; without data, the ``last`` by its Record."""
+    return tuple(of_data) or (() if last is None else (last,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +89,11 @@ class TrajectoryRow(Root):
     created_at: datetime
     scored_at: datetime | None = None
     pruned_at: datetime | None = None
+
+    @property
+    def known_steps(self) -> tuple[int, ...]:
+        """The steps that trained it; the last one, once its training data is pruned."""
+        return known_steps(self.trained_at_steps, self.last_trained_step)
 
     @property
     def shown_status(self) -> str:

@@ -43,6 +43,7 @@ from agentrl.screens.views.pipelines import (
     TrajectoryRow,
     as_is,
     excerpt,
+    known_steps,
 )
 from agentrl.store.mechanics.connection import (
     DATA,
@@ -191,7 +192,7 @@ class Views(Repository):
         return WholeTrajectory(
             record=record,
             calls=(await read_model_calls(self._connection, [record_id]))[record_id],
-            trained_at_steps=tuple(data["trained_at_steps"]) if data else (),
+            trained_at_steps=known_steps(data["trained_at_steps"] if data else (), record.last_trained_step),
             others=await self._all(Record, RECORD, others, sort=[("attempt", 1)]),
         )
 
@@ -269,7 +270,8 @@ class TokenReads(Views):
         calls = (await read_model_calls(self._connection, [record_id]))[record_id]
         fields = {"status": 1, "tokens": 1, "spans": 1, "trained_at_steps": 1}
         data = await self._one(_Spans, DATA, {"_id": record_id}, projection=fields)
-        steps = await self._steps(data.trained_at_steps if data else ())
+        trained_at = known_steps(data.trained_at_steps if data else (), record.last_trained_step)
+        steps = await self._steps(trained_at)
         values = await self._values(record_id, steps, data.tokens if data else 0)
         versions = {span.version for call in calls for span in call.versions}
         return TrajectoryTokens(
@@ -430,6 +432,11 @@ class TrajectoryFilter:
             )
 
     @property
+    def is_empty(self) -> bool:
+        """Whether it selects all."""
+        return self == TrajectoryFilter()
+
+    @property
     def query(self) -> Json:
         """Return the filter of the Records, without ``step``, ``task``, ``tool``, ``text`` and ``label``.
 
@@ -532,7 +539,7 @@ class TrajectorySearch(Views):
             return None
         with _time_limit(READ_SECONDS):
             records = self._collection(RECORD)
-            if wanted == TrajectoryFilter():
+            if wanted.is_empty:
                 return await records.estimated_document_count()
             return await records.count_documents(await self._query(wanted), limit=_COUNTED + 1)
 

@@ -128,7 +128,7 @@ async def test_more_than_two_runs_are_overlaid_and_smoothed(
     client: httpx2.AsyncClient, store: Store, run_config: RunConfig, drop_later: Callable[[str], object]
 ) -> None:
     names = [store.run_name]
-    for letter, reward in (("b", 0.2), ("c", 0.9)):
+    for letter, reward in (("b", 0.2), ("c", 0.9), ("d", None)):
         other = replace(run_config, run_name=f"{run_config.run_name}_{letter}")
         drop_later(other.run_name)
         names.append(other.run_name)
@@ -137,9 +137,11 @@ async def test_more_than_two_runs_are_overlaid_and_smoothed(
             await opened_store.settings.join("train", flags, given=["max_steps"], packages={})
             first = await store.database["TrainStep"].find_one({"_id": run.STEP})
             assert first is not None
-            for number, value in ((1, 0.0), (2, reward)):
+            for number, value in ((1, 0.0), (2, reward)) if reward else ():
                 step = {**first, "_id": f"1/{number}", "step": number, "metrics": {"reward": value}}
                 await opened_store.database["TrainStep"].insert_one(step)
+    text = await page(client, f"/compare?run={names[1]}&run={names.pop()}")
+    assert f"{names[1]}, step 2" in text, "the run without a step has none in common"
     query = "&".join(f"run={name}" for name in names)
     text = await page(client, f"/compare?{query}")
     figure = re.search(r'data-chart="reward">(.+?)</script>', text)
@@ -189,7 +191,7 @@ BAD_ADDRESSES = [
     ("/runs/no_such_run/curves.csv", 404, "there is no run"),
     ("/compare?run={run}&run=no_such_run", 404, "there is no run"),
     ("/runs/no_such_run/events", 404, "there is no run"),
-    ("/no/such/page", 404, "Not Found"),
+    ("/no/such/page", 404, "has no page /no/such/page"),
 ]
 
 

@@ -20,6 +20,7 @@ from agentrl.documents.model_call import pack_halves
 from agentrl.documents.training import TokenSpan, TokenStatistics, statistics_key
 from agentrl.screens.dashboard.query import FIELDS
 from agentrl.screens.views.counts import Counts
+from agentrl.screens.views.read import TrajectorySearch
 from agentrl.store.client import Store
 from agentrl.store.gateways import Labels
 
@@ -84,13 +85,15 @@ async def test_trajectories_are_filtered_sorted_and_paged(client: httpx2.AsyncCl
         assert "What to do" not in await page(client, f"trajectories?{query}", 400)
 
 
-async def test_the_filters_that_are_folded_are_open_when_one_is_set(client: httpx2.AsyncClient) -> None:
+async def test_the_filters_that_are_folded_are_named_when_set(client: httpx2.AsyncClient) -> None:
     shown, folded = re.split("<details>", (await page(client, "trajectories")).partition("</form>")[0])
     assert all(f'name="{name}"' in shown + folded for name in FIELDS)
     for name in FIELDS:
         value = {"status": "ready", "order": "newest"}.get(name, "1")
         text = await page(client, f"trajectories?{name}={value}")
-        assert ("<details open>" in text) == (f'name="{name}"' in folded), name
+        named = f"{name.replace('_', ' ')} <strong>{value}</strong>"
+        assert (named in text.partition("</summary>")[0]) == (f'name="{name}"' in folded), name
+        assert text.count("<details>") == 1
     assert 'name="text"' in shown
 
 
@@ -101,8 +104,31 @@ async def test_trajectories_are_filtered_by_the_tool_that_had_the_answer(
     text = await page(client, "trajectories?answer_seen_in=search")
     assert text.count("data-row") == 1
     assert f"trajectories/{TRAINED}" in text
-    assert re.search(r'<details open>.*name="answer_seen_in" value="search"', text, re.DOTALL)
+    assert 'name="answer_seen_in" value="search"' in text
     assert (await page(client, "trajectories?answer_seen_in=sear")).count("data-row") == 0
+
+
+async def test_more_trajectories_than_are_counted_are_more_than_so_many(
+    client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def count(*_: object) -> int:
+        return 10_001
+
+    monkeypatch.setattr(TrajectorySearch, "count", count)
+    assert "\n10,001 trajectories." in await page(client, "trajectories")
+    assert "\nmore than 10,000 trajectories." in await page(client, "trajectories?split=train")
+
+
+async def test_steps_whose_training_data_is_pruned_are_known_by_the_record(
+    client: httpx2.AsyncClient, store: Store
+) -> None:
+    step = f'href="{client.base_url.path}steps/1"'
+    listed = await page(client, "trajectories")
+    await store.database["DBRecordData"].delete_many({})
+    assert step in listed
+    assert await page(client, "trajectories") == listed
+    assert step in (await page(client, f"trajectories/{TRAINED}")).partition("Trained at steps")[2]
+    assert step in await page(client, f"tokens/{TRAINED}")
 
 
 async def test_a_conversation_comes_before_what_is_known_of_it(client: httpx2.AsyncClient) -> None:

@@ -73,8 +73,8 @@ async def _runs(request: Request) -> Response:
 
 
 def _common(runs: Sequence[Sequence[StepRow]]) -> int:
-    """Return the last step that all runs have; 0 without one."""
-    return min((steps[-1].step if steps else 0 for steps in runs), default=0)
+    """Return the last step that all runs with a step have; 0 without one."""
+    return min((steps[-1].step for steps in runs if steps), default=0)
 
 
 def _ends(runs: Sequence[Sequence[StepRow]]) -> list[dict[str, Any]]:

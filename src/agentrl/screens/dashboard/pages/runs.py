@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from http import HTTPStatus
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeGuard
 from urllib.parse import urlencode
 
@@ -309,6 +310,8 @@ def _conflicts() -> Iterator[None]:
 
 _OUTLIERS = 5
 _BINS = 24
+_THINNEST = 100
+"""Bars side by side in the width of a histogram of single values; thinner ones would be hard to see."""
 _SHOWN = 200
 _MAX_DIGITS = 9
 
@@ -373,10 +376,10 @@ def _histograms(step: StepRow, rows: Sequence[TrajectoryRow]) -> list[Chart]:
     ages = {int(age): count for age, count in step.metrics.get("staleness_histogram", {}).items()}
     shares = {int(version): part for version, part in step.metrics.get("version_fractions", {}).items()}
     return [
-        _counted("scores", "Scores of the trained trajectories", "score", [row.score for row in rows]),
-        _counted("advantages", "Advantages", "advantage", [row.advantage for row in rows]),
-        _counted("lengths", "Generated tokens", "tokens", [row.generated_tokens for row in rows]),
-        _counted("turns", "Turns", "turns", [row.turns for row in rows]),
+        histogram("scores", "Scores of the trained trajectories", "score", [row.score for row in rows]),
+        histogram("advantages", "Advantages", "advantage", [row.advantage for row in rows]),
+        histogram("lengths", "Generated tokens", "tokens", [row.generated_tokens for row in rows]),
+        histogram("turns", "Turns", "turns", [row.turns for row in rows]),
         Chart(
             id="staleness", title="Staleness", kind="bar", x_title="optimizer steps", y_title="tokens",
             help="Age of the trained tokens.",
@@ -390,11 +393,12 @@ def _histograms(step: StepRow, rows: Sequence[TrajectoryRow]) -> list[Chart]:
     ]  # fmt: skip
 
 
-def _counted(name: str, title: str, x_title: str, values: Sequence[float | int | None]) -> Chart:
-    """Return the histogram of values: one bar per value if there are few, else bins of equal width."""
+def histogram(name: str, title: str, x_title: str, values: Sequence[float | int | None]) -> Chart:
+    """Return the histogram of values: a bar per value if they are few and apart, else bins of equal width."""
     known = [value for value in values if value is not None]
     different = sorted(set(known))
-    if len(different) <= _BINS:
+    gaps = [high - low for low, high in pairwise(different)]
+    if len(different) <= _BINS and sum(gaps) <= _THINNEST * min(gaps, default=0):
         counts = Counter(known)
         x: list[float | int] = list(different)
         y = [counts[value] for value in different]

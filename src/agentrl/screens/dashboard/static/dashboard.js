@@ -25,6 +25,7 @@ const COLORS = {
 };
 const WHOLE = [...Array(16).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
 const MAX_MARKED = 60; // points up to which each is marked
+const PLOT_HEIGHT = 232; // without the legend, which takes the lines that it needs
 
 function shownNumber(value) {
   if (value == null) return "–";
@@ -37,6 +38,11 @@ function atRest(figure, values) {
   const known = values.filter((value) => value != null);
   if (figure.kind === "line" || figure.kind === "stack") return shownNumber(known.at(-1));
   return `${shownNumber(known.reduce((sum, value) => sum + value, 0))} in all`;
+}
+
+// Rows of the values between two gaps: no line goes through them, so that each needs a point.
+function aloneIn(values) {
+  return values.flatMap((value, row) => (value != null && values[row - 1] == null && values[row + 1] == null ? [row] : []));
 }
 
 // Adds the shown series up from the last to the first, so that each covers the lower part of the one before it.
@@ -74,7 +80,7 @@ function chartOf(plot, figure) {
   const rangeX = isAlone ? [xs[0] - half, xs[0] + half] : isBars ? (chart, low, high) => [low - half, high + half] : undefined;
   const options = {
     width: plot.clientWidth,
-    height: plot.clientHeight,
+    height: PLOT_HEIGHT,
     scales: { x: { time: false, range: rangeX }, y: scaleY },
     axes: [
       { ...axis, label: figure.x_title, labelSize: 18, size: 28, ...(xs.every(Number.isInteger) ? { incrs: WHOLE } : {}) },
@@ -92,7 +98,10 @@ function chartOf(plot, figure) {
         fill: isBars ? colors[index % colors.length] : undefined,
         width: isBars ? 0 : 2,
         dash: series.dash,
-        points: { show: !isBars && xs.length <= MAX_MARKED, size: 5, fill: colors[index % colors.length] },
+        points: {
+          show: !isBars && xs.length <= MAX_MARKED, size: 5, fill: colors[index % colors.length],
+          filter: (chart, at, isShown) => (isBars || isShown ? null : aloneIn(columns[at])),
+        },
         paths: isBars ? uPlot.paths.bars({ size: [width, Infinity] }) : undefined,
         value: (chart, value, at, row) => (row == null ? atRest(figure, columns[at]) : shownNumber(columns[at][row])),
       })),
@@ -137,11 +146,8 @@ function chartOf(plot, figure) {
     },
   };
   const chart = new uPlot(options, isStack ? stacked(columns, () => true) : columns, plot);
-  const legend = chart.root.querySelector(".u-legend");
-  const fit = () => chart.setSize({ width: plot.clientWidth, height: plot.clientHeight - legend.offsetHeight });
-  fit();
   plot.sizes?.disconnect();
-  plot.sizes = new ResizeObserver(fit);
+  plot.sizes = new ResizeObserver(() => chart.setSize({ width: plot.clientWidth, height: PLOT_HEIGHT }));
   plot.sizes.observe(plot);
   return chart;
 }
