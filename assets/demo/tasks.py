@@ -41,7 +41,7 @@ CALCULATOR_TOOLS: list[dict[str, Any]] = [
 
 
 def expressions(
-    seed: int, *, smallest: int = SMALLEST, largest: int = LARGEST, operators: str = "+-*"
+    seed: int | str, *, smallest: int = SMALLEST, largest: int = LARGEST, operators: str = "+-*"
 ) -> Iterator[str]:
     """Yield expressions such as ``37 * 48`` without end, chosen by ``seed``; never one of the examples."""
     rng = random.Random(seed)
@@ -52,7 +52,7 @@ def expressions(
             yield expression
 
 
-def tiny_expressions(seed: int) -> Iterator[str]:
+def tiny_expressions(seed: int | str) -> Iterator[str]:
     """Yield sums of three digits: all have one length, so that two layers soon learn to copy numbers."""
     return expressions(seed, smallest=50, operators="+")
 

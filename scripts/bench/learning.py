@@ -2,6 +2,7 @@
 
     python scripts/bench/learning.py --case gcd [--seeds 3] [--minutes 15] [--plot FILE] [--json FILE]
     python scripts/bench/learning.py --case frozen_lake
+    python scripts/bench/learning.py --case sandbox
     python scripts/bench/learning.py --case openenv         after `bash scripts/setup_openenv.sh`
     python scripts/bench/learning.py --case reverse_words   SmolLM2-135M
     python scripts/bench/learning.py --quick        one step, of a model without a warm-up

@@ -1,14 +1,17 @@
 """Define the environments of ``learning.py``: their tasks, flags, and the model or its warm-up.
 
 The warm-up teaches a model with random weights the form of an answer only: a pupil who answers any number, a
-player who moves at random. The robot also sees what to read: one move in two follows its goal. What is right
-or better is learned by reinforcement.
+player who moves at random. The robot also sees what to read: one move in two follows its goal. The pupil of
+the sandbox computes four sums in ten by a program, and guesses the others wrongly. What is right or better is
+learned by reinforcement.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import runpy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -30,6 +33,8 @@ LONGEST_WALK = 3
 FOLLOWED = 0.5
 """Share of the robot's moves in the warm-up that follow its goal; the others are random."""
 LARGEST_ANSWER = 10
+GUESSED = 0.6
+"""Share of the sums in the warm-up that are answered without a program."""
 
 Conversation = dict[str, Any]
 Messages = list[dict[str, str]]
@@ -107,10 +112,20 @@ def robots(_: Case, choice: random.Random) -> Iterator[Conversation]:
         yield {"messages": [{"role": "user", "content": seen}, _said(move)]}
 
 
+def programs(_: Case, choice: random.Random) -> Iterator[Conversation]:
+    """Yield the conversations of the example of the sandbox: most guess a sum, the others compute it."""
+    prepare = runpy.run_path(str(ROOT / "assets/examples/sandbox/prepare.py"))
+    while True:
+        yield from prepare["conversations"](1000, GUESSED, choice.getrandbits(30))
+
+
 def corpus(case: Case, seed: int, conversations: int = 400) -> Iterator[str]:
     """Yield the texts on which the tokenizer is trained."""
     for item in islice(case.conversations(seed), conversations):
-        yield "\n".join(f"{message['role']}\n{message['content']}" for message in item["messages"])
+        yield "\n".join(
+            f"{message['role']}\n{message['content']}{json.dumps(message.get('tool_calls', ''))[1:-1]}"
+            for message in item["messages"]
+        )
 
 
 def _question(system: str, text: str) -> Messages:
@@ -173,6 +188,19 @@ CASES = {
         held_out=64,
         training_tasks=150,
         context_tokens=2048,
+    ),
+    "sandbox": Case(
+        name="sandbox",
+        options="demo.sums:Sums",
+        warm_up=programs,
+        warm_up_steps=380,
+        flags=(*_COMMON, "--agent_name", "react", "--tool_call_parser", "hermes", "--max_turns", "2",
+               "--tool_config_path", "assets/examples/sandbox/tools.yml", "--groups_per_step", "8",
+               "--max_prompt_tokens", "256", "--max_new_tokens", "64", "--learning_rate", "2e-4"),
+        steps=24,
+        evaluations=3,
+        held_out=64,
+        training_tasks=400,
     ),
     "openenv": Case(
         name="openenv",

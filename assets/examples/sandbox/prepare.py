@@ -49,9 +49,9 @@ def tasks(count: int) -> Iterator[dict[str, Any]]:
             }
 
 
-def conversations(count: int, guesses: float) -> Iterator[dict[str, Any]]:
+def conversations(count: int, guesses: float, seed: int = SEED) -> Iterator[dict[str, Any]]:
     """Yield conversations of the warm-up; a share of ``guesses`` answers wrongly without a program."""
-    rng = random.Random(f"{SEED}/{guesses}")
+    rng = random.Random(f"{seed}/{guesses}")
     tools = [entry["tool_schema"] for entry in yaml.safe_load((HERE / "tools.yml").read_text())["tools"]]
     for expression, _ in zip(tiny_expressions(rng.getrandbits(32)), range(count), strict=False):
         question = {"role": "user", "content": QUESTION.format(expression)}
