@@ -33,8 +33,9 @@ _AUTHENTICATION_CODES = (13, 18)
 _DISK_FULL_CODES = (14031, 17)
 _DISK_FULL = "No space left on device"
 """The text of the operating system's error, which the storage engine passes on under other codes."""
-_KEY_NOT_FOUND = 211
-"""A newly elected primary cannot yet verify timestamps that the previous primary signed."""
+_TRANSIENT_CODES = (24, 112, 211, 251, 290)
+"""A transaction that the server ended (a lock, a conflict, an election, its lifetime): not always labeled so.
+And a newly elected primary that cannot yet verify timestamps that the previous primary signed."""
 _NO_SESSIONS = "Sessions are not supported"
 """The driver's message for a server without sessions; also for a replica-set member that has just started."""
 _TRANSIENT_LABELS = ("TransientTransactionError", "UnknownTransactionCommitResult", "RetryableWriteError")
@@ -95,7 +96,7 @@ def _is_transient(error: PyMongoError) -> bool:
     if error.timeout or any(error.has_error_label(label) for label in _TRANSIENT_LABELS):
         return True
     if isinstance(error, OperationFailure):
-        return error.code == _KEY_NOT_FOUND
+        return error.code in _TRANSIENT_CODES
     return isinstance(error, ConfigurationError) and _NO_SESSIONS in str(error)
 
 

@@ -22,6 +22,7 @@ from pymongo.errors import (
     OperationFailure,
     PyMongoError,
     ServerSelectionTimeoutError,
+    WriteConcernError,
     WriteError,
 )
 
@@ -109,6 +110,7 @@ async def test_a_server_that_is_not_there_is_an_error(
         NetworkTimeout("slow"),
         NotPrimaryError("stepped down"),
         OperationFailure("write conflict", 112, {"errorLabels": ["TransientTransactionError"]}),
+        WriteConcernError("exceeded the configured 'transactionLifetimeLimitSeconds'", 290),
     ],
 )
 async def test_a_call_is_retried_while_the_database_is_unavailable(
