@@ -43,7 +43,9 @@ _CHUNK = 1000
 """Entries of one dataset object. Some families depend on its size, so it must not depend on ``count``."""
 _START_SECONDS, _ENTRY_SECONDS = 120.0, 5.0
 """Time limit of generation: for the start of the process, and for each entry."""
-_ERROR_CHARS = 2000
+_ERROR_CHARS, _REASON_CHARS = 8000, 200
+_SHOWN = 5
+"""Families that failed whose reasons are shown."""
 
 
 @environment(NAME)
@@ -258,32 +260,49 @@ def main() -> None:
     os.dup2(2, 1)  # some families print
     request = json.load(sys.stdin)
     families = _expanded([Family(**item) for item in request["families"]])
-    levels = request["levels"] or [None]
+    levels, failed = request["levels"] or [None], dict[str, str]()
     for index in range(request["count"]):
         choice = random.Random(f"{request['seed']}/{index}")
         (family,) = choice.choices(families, [item.weight for item in families])
         level = choice.choice(levels)
-        print(json.dumps(_entry(family, level, request["seed"], index)), file=out)
+        try:
+            print(json.dumps(_entry(family, level, request["seed"], index)), file=out)
+        except TaskFileError as error:
+            failed.setdefault(family.name, error.message[:_REASON_CHARS])
     out.close()
+    if failed:
+        more = f"\n  … and {len(failed) - _SHOWN} more families" if len(failed) > _SHOWN else ""
+        raise TaskFileError(
+            "\n  ".join(list(failed.values())[:_SHOWN]) + more,
+            hint="leave them out (families=all,-" + ",-".join(failed) + "), or ask for other levels",
+        )
 
 
 def _expanded(families: Sequence[Family]) -> list[Family]:
-    """Return the families with ``all`` replaced by every one. Raises TaskFileError for an unknown one."""
+    """Return the families with ``all`` replaced by every one, without those named ``-NAME``.
+
+    Raises TaskFileError for an unknown one, and if none is left.
+    """
     factory = import_package("reasoning_gym.factory", NAME)
     import_package(NAME, NAME)
     known = sorted(name for name in factory.DATASETS if name != "composite")
     for family in families:
-        if family.name not in (*known, "all"):
-            nearest = difflib.get_close_matches(family.name, known, n=1)
+        if (name := family.name.removeprefix("-")) not in (*known, "all"):
+            nearest = difflib.get_close_matches(name, known, n=1)
             raise TaskFileError(
-                f"reasoning-gym has no family {family.name!r}"
+                f"reasoning-gym has no family {name!r}"
                 + (f"; did you mean {nearest[0]!r}?" if nearest else f"; it has {', '.join(known)}")
             )
-    return [
+    left_out = {family.name[1:] for family in families if family.name.startswith("-")}
+    left = [
         Family(name, family.weight, family.config)
         for family in families
         for name in (known if family.name == "all" else [family.name])
+        if name not in left_out and not name.startswith("-")
     ]
+    if not left:
+        raise TaskFileError("families leaves every family out", hint="name one, or all before -NAME")
+    return left
 
 
 def _entry(family: Family, level: int | None, seed: str, index: int) -> dict[str, Any]:

@@ -78,6 +78,8 @@ def test_a_scorer_that_cannot_read_an_answer_gives_zero_with_the_reason(tasks: l
         ("families=gcd:0", "no weight above 0"),
         ("families=gcd&levels=3-1", "levels is '3-1'"),
         ("families=leg_countin", "did you mean 'leg_counting'"),
+        ("families=gcd,-gcdd", "no family 'gcdd'; did you mean 'gcd'"),
+        ("families=gcd,-gcd", "leaves every family out"),
         ("config=missing.yml", "cannot be read"),
     ],
 )
@@ -94,6 +96,16 @@ def test_a_mixture_file_in_the_packages_format(tmp_path: Path) -> None:
     file.write_text("datasets: []\n")
     with pytest.raises(TaskFileError, match="names no family"):
         read_task_source(f"env:reasoning_gym?n=3&config={file}")
+
+
+def test_every_family_that_fails_is_named_and_can_be_left_out() -> None:
+    """knight_swap of reasoning-gym 0.1 refuses its own level 1."""
+    address = "env:reasoning_gym?n=12&levels=1&families=gcd,knight_swap:3,lcm"
+    with pytest.raises(TaskFileError, match=r"family knight_swap \(level 1") as refused:
+        read_task_source(address)
+    assert "leave them out (families=all,-knight_swap)" in str(refused.value)
+    found = read_task_source(f"{address},-knight_swap").tasks
+    assert {family(task) for task in found} == {"gcd", "lcm"}
 
 
 def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
