@@ -13,7 +13,15 @@ from typing import Any
 from agentrl.config.schema import RunConfig
 from agentrl.documents.document import Root, now
 from agentrl.documents.record import Record
-from agentrl.documents.run import Evaluation, InferenceService, Outage, RunSettings, TrainerLease, flags_key
+from agentrl.documents.run import (
+    Evaluation,
+    InferenceService,
+    Outage,
+    RunSettings,
+    SamplerProcess,
+    TrainerLease,
+    flags_key,
+)
 from agentrl.documents.status import EvaluationStatus, ServiceStatus
 from agentrl.scoring.evaluation import EvaluatedTask, summarize
 
@@ -56,7 +64,7 @@ def step_metrics(rng: random.Random, step: int, progress: float, records: Sequen
 
 
 def services_of(steps: int, began: datetime) -> Iterator[Root]:
-    """Yield the live engines and the trainer's lease, a past outage, the settings and the evaluations."""
+    """Yield live engines and samplers, the trainer's lease, an outage, the settings and the evaluations."""
     at = now()
     for number in range(1, ENGINES + 1):
         yield InferenceService(
@@ -64,6 +72,11 @@ def services_of(steps: int, began: datetime) -> Iterator[Root]:
             status=ServiceStatus.READY, policy_version=steps, running_requests=20 + number,
             running_tokens=31_000 + 700 * number, context_length=32_768, host=f"gpu{number}",
             pid=900 + number, started_at=began,
+        )  # fmt: skip
+    for number in range(1, 5):
+        yield SamplerProcess(
+            id=f"node{number}-{4199 + number}", host=f"node{number}", pid=4199 + number, started_at=began,
+            heartbeat=at,
         )  # fmt: skip
     yield TrainerLease(
         attempt=1, owner="node0-4100", host="node0", pid=4100, lease_expires_at=at + timedelta(hours=6)

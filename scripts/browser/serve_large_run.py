@@ -75,9 +75,10 @@ async def _fill(store: Store, run: LargeRun) -> LargeRun:
 
 
 async def _beat(store: Store) -> None:
-    """Keep the engines alive."""
+    """Keep the engines and samplers alive."""
     while True:
-        await store.database["InferenceService"].update_many({}, {"$currentDate": {"heartbeat": True}})
+        for processes in ("InferenceService", "SamplerProcess"):
+            await store.database[processes].update_many({}, {"$currentDate": {"heartbeat": True}})
         await asyncio.sleep(_BEAT_SECONDS)
 
 
