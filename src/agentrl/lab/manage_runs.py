@@ -14,7 +14,7 @@ from typing import Final
 from pymongo.asynchronous.database import AsyncDatabase
 
 from agentrl.base.atomic_folder import delete_folder, remove_leftovers, replace_file
-from agentrl.base.folder_owner import hand_over, require_alone
+from agentrl.base.folder_owner import hand_over, read_owner, require_alone
 from agentrl.config.schema import RunConfig
 from agentrl.documents.document import replace_surrogates
 from agentrl.documents.run import (
@@ -324,13 +324,16 @@ class Rename(Repository):
 
     async def _moves(self, *, begun: bool) -> Moves:
         """Return the run's folders. Raises ConfigError if one is not the run's alone, or a new one exists."""
-        trainer = (await Settings(self._connection).resolved()).get(TRAIN_ROLE)
-        values = {} if trainer is None else trainer.values
-        output = Path(values.get("output_dir") or f"output/{self._names[0]}")
-        folders = [output]
-        if values.get("fallback_output_dir"):
-            folders.append(Path(values["fallback_output_dir"]) / self._names[0])
-        moves = [(folder, _renamed(folder, *self._names)) for folder in folders]
+        settings = Settings(self._connection)
+        output, *others = await settings.checkpoint_folders()
+        owner = await settings.owner(makes=False)
+        moves = [(output, _renamed(output, *self._names))]
+        for folder in others:
+            after = _renamed(folder, *self._names)
+            # Leave what is not here, or is another run's; a rename that was killed may have moved it already.
+            owners = [await asyncio.to_thread(read_owner, place) for place in (folder, after)]
+            if any(each is not None and each.id == owner.id for each in owners):
+                moves.append((folder, after))
         if begun:
             return moves
         published = await self._old[VERSION].find_one({**await own_versions(self._old), "pruned_at": None})
@@ -351,7 +354,8 @@ class Rename(Repository):
             if "run_name" in values:
                 fields["values.run_name"] = self._names[1]
             if values.get("output_dir"):
-                fields["values.output_dir"] = str(_renamed(Path(values["output_dir"]), *self._names))
+                output = Path(values["output_dir"])
+                fields["values.output_dir"] = str(dict(moves).get(output, output))
             if fields:
                 await self._new[SETTINGS].update_one({"_id": stored["_id"]}, {"$set": fields})
         async for version in self._new[VERSION].find({}, {"location": 1}):

@@ -202,6 +202,11 @@ def schedule_length(items: int, per_step: int, passes: int = 1) -> int:
     return max(1, -(-items * passes // per_step))
 
 
+def needs_length(config: OptimConfig) -> bool:
+    """Return whether the schedule depends on the number of steps."""
+    return config.lr_scheduler_type not in _ENDLESS or config.warmup_ratio > 0
+
+
 def build_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int | None
 ) -> LambdaLR:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -58,7 +59,7 @@ from agentrl.train.disk_space import check_output, retention
 from agentrl.train.folders import RunFolders, place_of, run_folders
 from agentrl.train.lease import HeldTrainerLease, hold_lease
 from agentrl.train.loop import Trainer
-from agentrl.train.optimizer import parse_optim_args, schedule_length
+from agentrl.train.optimizer import needs_length, parse_optim_args, schedule_length
 from agentrl.train.publishing import DeviceTurns, Progress, Publisher
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import base_folder
@@ -124,7 +125,7 @@ async def _train(configs: Configs, world: World, last: int | None) -> bool:
             await lease.record_output(place_of(folders.output))
             # Take it before the model is built there: until then an engine holds its memory.
             device = await _take_device(configs)
-            build, total_steps = partial(_build, configs, world), await _total_steps(store, configs)
+            build, total_steps = partial(_build, configs, world), await _total_steps(store, configs, stop)
             controller = await asyncio.to_thread(lead, world, build, found, total_steps, precision)
             progress = await roll_back(
                 store, lease, controller.policy.base, found, steps,
@@ -385,17 +386,33 @@ def _dtype(model: ModelConfig) -> str:
     return str(resolve_dtype(model.dtype)).removeprefix("torch.")
 
 
-async def _total_steps(store: Store, configs: Configs) -> int | None:
-    """Return the length of the learning-rate schedule: ``--max_steps``, or as many as the tasks can fill."""
+_TASKS_POLL_SECONDS, _TASKS_REMINDER_SECONDS = 2.0, 60.0
+
+
+async def _total_steps(store: Store, configs: Configs, stop: asyncio.Event) -> int | None:
+    """Return the length of the learning-rate schedule: ``--max_steps``, or as many as the tasks can fill.
+
+    A schedule that depends on it waits until a sampler has begun to load the tasks.
+    """
     parent = await store.ancestry.parent()
     if parent is not None and parent.kind == "whatif":  # its tasks are the parent's
         store = store.beside(parent.run)
     tasks, train = configs[TaskConfig], configs[TrainConfig]
     if train.max_steps > 0:
         return train.max_steps
-    per_epoch = await store.epochs.size("train")
-    if per_epoch == 0:
-        return None
+    say_at = time.monotonic()
+    while (per_epoch := await store.epochs.size("train")) == 0:
+        if not needs_length(configs[OptimConfig]):
+            return None
+        if stop.is_set():
+            return 1  # it trains none
+        if time.monotonic() >= say_at:
+            logger.info(
+                "waiting for the tasks, which agentrl sample or agentrl tasks load brings: the learning rate"
+                " depends on their number; with --max_steps it does not"
+            )
+            say_at += _TASKS_REMINDER_SECONDS
+        await store.wait_for_change("Task", timeout=_TASKS_POLL_SECONDS)
     passes = tasks.num_train_epochs * train.max_trained_count
     return schedule_length(per_epoch, train.groups_per_step, passes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,3 +54,36 @@ async def test_a_claimed_folder_refuses_a_new_run_unless_another_rank_has_begun_
     refused = nullcontext() if begun_meanwhile else pytest.raises(ConfigError, match="which is new")
     with refused:
         await start._require_startable(configs, cast("Any", None))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [(["--lr_scheduler_type", "cosine"], 6), (["--warmup_ratio", "0.1"], 6), ([], None),
+     (["--lr_scheduler_type", "cosine", "--max_steps", "9"], 9)],
+)  # fmt: skip
+async def test_a_schedule_that_needs_the_number_of_tasks_waits_until_they_are_loaded(
+    flags: list[str], expected: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = cast("Any", SimpleNamespace(
+        ancestry=SimpleNamespace(parent=AsyncMock(return_value=None)),
+        epochs=SimpleNamespace(size=AsyncMock(side_effect=[0, 0, 24])),
+        wait_for_change=AsyncMock(return_value=True),
+    ))  # fmt: skip
+    configs = parsed("--groups_per_step", "4", *flags)
+    with caplog.at_level("INFO"):
+        assert await start._total_steps(store, configs, asyncio.Event()) == expected
+    assert ("waiting for the tasks" in caplog.text) == (expected == 6)
+
+
+async def test_a_trainer_that_waits_for_tasks_can_be_stopped() -> None:
+    stop = asyncio.Event()
+
+    async def stopping(*collections: str, timeout: float) -> bool:
+        stop.set()
+        return False
+
+    store = cast("Any", SimpleNamespace(
+        ancestry=SimpleNamespace(parent=AsyncMock(return_value=None)),
+        epochs=SimpleNamespace(size=AsyncMock(return_value=0)), wait_for_change=stopping,
+    ))  # fmt: skip
+    assert await start._total_steps(store, parsed("--lr_scheduler_type", "cosine"), stop) == 1

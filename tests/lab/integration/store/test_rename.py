@@ -15,9 +15,10 @@ import pytest
 from loaded_tasks import load_tasks
 from test_run_admin import agentrl_runs
 
+from agentrl.base.folder_owner import OWNER_FILE
 from agentrl.config.schema import RunConfig, TaskConfig
 from agentrl.documents.document import now
-from agentrl.documents.run import PolicyVersion
+from agentrl.documents.run import PolicyVersion, RunSettings
 from agentrl.errors import ConfigError, LeaseLostError, RunMissingError, StoreError
 from agentrl.lab.manage_runs import Rename
 from agentrl.store.client import Store, open_connection, open_existing, run_exists
@@ -122,6 +123,32 @@ async def test_rename_moves_database_folder_and_settings(
     await renamed_whole(run_config, new, output, before)
     with pytest.raises(RunMissingError, match="there is no run"):
         await agentrl_runs(run_config, "rename", run_config.run_name, f"{new.run_name}2")
+
+
+async def test_the_folders_of_earlier_starts_move_too_if_they_are_the_runs(
+    store: Store, run_config: RunConfig, new: RunConfig, tmp_path: Path
+) -> None:
+    owner = await store.settings.owner()
+    folders = {name: tmp_path / name / store.run_name for name in ("first", "foreign", "last")}
+    for attempt, (name, folder) in enumerate(folders.items(), 1):
+        (folder / "checkpoint-000001").mkdir(parents=True)
+        (folder / "checkpoint-000001" / "state.json").write_text(
+            json.dumps({"run_name": store.run_name, "step": 1})
+        )
+        of = replace(owner, id="0" * 32) if name == "foreign" else owner
+        (folder / OWNER_FILE).write_bytes(of.to_json())
+        values = {"output_dir": str(folder), "run_name": store.run_name}
+        await store.settings.start(
+            RunSettings(id="flags/train", values=values, by="train", at=now()), attempt
+        )
+    assert await agentrl_runs(run_config, "rename", run_config.run_name, new.run_name) == 0
+    async with await open_existing(new) as renamed:
+        found = set(await renamed.settings.checkpoint_folders())
+    moved = {folders[name].with_name(new.run_name) for name in ("first", "last")}
+    assert found == {*moved, folders["foreign"]}
+    for folder in found:
+        state = json.loads((folder / "checkpoint-000001" / "state.json").read_text())
+        assert (state["run_name"] == new.run_name) == (folder in moved)
 
 
 @pytest.mark.parametrize("place", ["copy", "paths", "move", "drop"])
