@@ -128,7 +128,7 @@ SWEEP_SECONDS = 5.0
 Each round waits up to twice as long, at random, so that samplers do not all read the same late group.
 """
 
-_MOST_QUIET = 4
+_MOST_QUIET = 3
 """Largest number of idle rounds that double the wait."""
 
 FIRST_WARNING_SECONDS, LOAD_WARNING_SECONDS = 5.0, 60.0

@@ -87,7 +87,7 @@ class Sampler(SlotLeases):
         self._pool = Pool(store, self, config.claims, config.concurrency)
         self._tails = None if config.cut_after is None else Tails(store, self._pool, config.cut_after)
         scores = QueuedScores(worker.scoring, split=config.split, owner=f"{config.owner}{SCORING}")
-        # Look rarely: whoever samples a trajectory scores it, and an end of an outage wakes this.
+        # Look rarely: what is sampled is scored at once, or else this is woken, and by the end of an outage.
         self._scores = Pool(store, scores, config.claims, config.scorings, patience=4)
         self._scoring_ended = asyncio.Event()
         self._late = LateServers(worker.tools, worker.outages, worker.sampling.outage_wait_seconds)
@@ -210,10 +210,14 @@ class Sampler(SlotLeases):
 
     async def fill(self, claim: Claim) -> bool:
         """Run a trajectory to its score; return whether it was scored."""
+        is_scored = False
         try:
-            return await self._worker.run(claim)
+            is_scored = await self._worker.run(claim)
+            return is_scored
         finally:
             self._freed()
+            if not is_scored:
+                self._scores.wake()
 
     async def is_done(self) -> bool:
         """Return whether every epoch is finalized, or there was no work for ``idle_exit_seconds``."""

@@ -196,12 +196,13 @@ class GroupAdmission(Repository):
             return False
         # Suppose so after a lost race too: if nothing is left, the next turn finds it.
         self._goes_on = True
-        await self._take_turn()
+        until = await self._take_turn()
         self._goes_on = False
         try:
             self._goes_on = await self._admit_next(split, limit, selection, without)
         finally:
-            await self._collection(GATE).update_one({"_id": TURN}, {"$set": {"turn_until": None}})
+            over = {"_id": TURN, "turn_until": until}  # else it is another's: this took too long
+            await self._collection(GATE).update_one(over, {"$set": {"turn_until": None}})
         return self._goes_on
 
     async def _has_next(
@@ -216,8 +217,8 @@ class GroupAdmission(Repository):
             return bool(await self._next_groups(split, min(capacity, 1), without))
         return await self._selection.any_left(split, selection, without.excluded)
 
-    async def _take_turn(self) -> None:
-        """Begin the turn of this process. Raises AdmissionRacedError while another has it.
+    async def _take_turn(self) -> datetime:
+        """Begin the turn of this process; return its end. Raises AdmissionRacedError while another has it.
 
         A process that dies in its turn holds the others up for ``_TURN_SECONDS``. The turn only saves work:
         of two processes that admit at once, one fails in its transaction. The turn has a document of its
@@ -225,11 +226,14 @@ class GroupAdmission(Repository):
         thousand samplers that wait so leave no time for the transaction.
         """
         is_over = {"$lte": [{"$ifNull": ["$turn_until", "$$NOW"]}, "$$NOW"]}
-        taken = await self._collection(GATE).update_one(
-            {"_id": TURN, "$expr": is_over}, [{"$set": {"turn_until": after(_TURN_SECONDS)}}]
-        )
-        if not taken.matched_count:
+        turn = await self._collection(GATE).find_one_and_update(
+            {"_id": TURN, "$expr": is_over}, [{"$set": {"turn_until": after(_TURN_SECONDS)}}],
+            return_document=ReturnDocument.AFTER,
+        )  # fmt: skip
+        if turn is None:
             raise AdmissionRacedError
+        until: datetime = turn["turn_until"]
+        return until
 
     async def _admit_next(
         self, split: str, limit: GroupLimit, selection: Selection | None, without: Needs
@@ -307,8 +311,8 @@ _TURN_SECONDS = 10.0
 _ADMITTED_SLOTS = 512
 """Maximum number of slots that one admission takes in order; the last group may exceed it. An admission costs
 a dozen commands, and as many processes as wait for it ask again and again."""
-_ADMISSIONS = 16
-"""Attempts to admit a group that another claimer may win."""
+_ADMISSIONS = 7
+"""Attempts to admit a group that another claimer may win: some three to six seconds."""
 
 
 @dataclass(frozen=True, slots=True)
