@@ -303,11 +303,11 @@ async def _evaluate(configs: Configs, progress: Parts, as_json: bool) -> None:
     require_folder(configs[ModelConfig])
     if flags.eval_model is not None:
         require_model(Path(flags.eval_model))
-    if base is not None:
+    if base is not None and flags.eval_model is None:
         await open_format(None, configs)
     if flags.eval_engine == "own":
         require_engine(configs[EngineConfig].engine)
-    if not await run_exists(configs[RunConfig]):
+    if not await progress.until("connecting to the database", run_exists(configs[RunConfig])):
         require_judge(read.names, configs[SamplingConfig].agent_config_path)
     brings_policy = flags.eval_model is not None or (base is not None and not flags.eval_version)
     opening = open_store if brings_policy or flags.eval_engine == "shared" else open_existing

@@ -12,6 +12,7 @@ import asyncio
 import csv
 import dataclasses
 import gc
+import logging
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,8 @@ from agentrl.weights.local_copy import LocalCopy, weights_dir
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
+
+logger = logging.getLogger(__name__)
 
 Images = Mapping[str, Image]
 _NO_IMAGES: Images = MappingProxyType({})
@@ -305,8 +308,13 @@ async def available_weights(store: Store, configs: Configs, roots: Sequence[Path
     steps = await store.steps.find(status=None)
     run = configs[RunConfig]
     for root in reversed(roots):
-        for item in checkpoint.usable(root, steps, run_name=run.run_name):
-            found[item.state.step] = Weights(item.state.step, checkpoint=item)
+        try:
+            for item in checkpoint.usable(root, steps, run_name=run.run_name):
+                found[item.state.step] = Weights(item.state.step, checkpoint=item)
+        except ConfigError as error:
+            if root == roots[0]:
+                raise
+            logger.warning("%s, of an earlier start, is left out: %s", root, error.message)
     base = base_folder(configs[ModelConfig])
     for relative in await store.ancestry.lineage():
         if relative.checkpoint:

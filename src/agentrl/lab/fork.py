@@ -24,6 +24,7 @@ from agentrl.documents.training import (
     is_checkpoint,
     read_checkpoint,
     read_checkpoints,
+    readable_checkpoints,
 )
 from agentrl.errors import ConfigError, StoreError
 from agentrl.lab.transfer import make_run
@@ -85,13 +86,16 @@ class Fork(Repository):
             )
         settings = Settings(self._connection)
         roots = await settings.checkpoint_folders() if output is None else [output]
-        looked = " and ".join(map(str, roots))
+        looked = " and ".join(map(str, roots)) or "another run has it"
         if not any([await asyncio.to_thread(root.is_dir) for root in roots]):
             raise ConfigError(
                 f"the output folder of run {name!r} is not here: {looked}",
                 hint="give --output_dir, or start this command on the trainer's machine, in its folder",
             )
-        items = [item for root in reversed(roots) for item in await asyncio.to_thread(read_checkpoints, root)]
+        items = list[Checkpoint]()
+        for root in reversed(roots):
+            read = read_checkpoints if root == roots[0] else readable_checkpoints
+            items += await asyncio.to_thread(read, root)
         found = {item.state.step: item for item in items if await self._is_committed(item)}
         if step is None and found:
             return found[max(found)]

@@ -14,7 +14,7 @@ from typing import Final
 from pymongo.asynchronous.database import AsyncDatabase
 
 from agentrl.base.atomic_folder import delete_folder, remove_leftovers, replace_file
-from agentrl.base.folder_owner import hand_over, read_owner, require_alone
+from agentrl.base.folder_owner import Owner, hand_over, read_owner, require_alone
 from agentrl.config.schema import RunConfig
 from agentrl.documents.document import replace_surrogates
 from agentrl.documents.run import (
@@ -206,7 +206,7 @@ def _output_at(path: Path, published: str | None, verb: str) -> Path | None:
     if not path.is_dir():
         return None
     folder = path.resolve()
-    if any(other.is_relative_to(folder) for other in (Path.cwd().resolve(), *_home())):
+    if _holds_more(folder):
         raise ConfigError(f"{folder} holds more than a run's output", hint=f"{verb} its content by hand")
     if not (folder / "weights").is_dir() and not any(state_files(folder)):
         raise ConfigError(f"{folder} has neither weights nor checkpoints", hint=f"{verb} it by hand")
@@ -216,6 +216,20 @@ def _output_at(path: Path, published: str | None, verb: str) -> Path | None:
             hint=f"start this command in the trainer's working folder, or {verb} the folder by hand",
         )
     return folder
+
+
+def _require_movable(folder: Path, owner: Owner) -> None:
+    """Raise ConfigError for a link, and for a folder that holds more than the output of ``owner``."""
+    if folder.is_symlink() or _holds_more(folder.resolve()):
+        raise ConfigError(
+            f"{folder}, of an earlier start, is a link, or holds more than a run's output",
+            hint="rename it by hand",
+        )
+    require_alone(folder, owner, "rename")
+
+
+def _holds_more(folder: Path) -> bool:
+    return any(other.is_relative_to(folder) for other in (Path.cwd().resolve(), *_home()))
 
 
 def _home() -> list[Path]:
@@ -325,7 +339,7 @@ class Rename(Repository):
     async def _moves(self, *, begun: bool) -> Moves:
         """Return the run's folders. Raises ConfigError if one is not the run's alone, or a new one exists."""
         settings = Settings(self._connection)
-        output, *others = await settings.checkpoint_folders()
+        output, *others = await settings.checkpoint_folders(taken=True)
         owner = await settings.owner(makes=False)
         moves = [(output, _renamed(output, *self._names))]
         for folder in others:
@@ -333,6 +347,8 @@ class Rename(Repository):
             # Leave what is not here, or is another run's; a rename that was killed may have moved it already.
             owners = [await asyncio.to_thread(read_owner, place) for place in (folder, after)]
             if any(each is not None and each.id == owner.id for each in owners):
+                if not begun:
+                    await asyncio.to_thread(_require_movable, folder, owner)
                 moves.append((folder, after))
         if begun:
             return moves

@@ -643,7 +643,8 @@ async def _earlier(store: Store, folders: RunFolders) -> list[Path]:
     """Return the run's own folders of checkpoints that its newest trainer does not have."""
     known = {root.resolve() for root in folders.roots}
     found = [root for root in await store.settings.checkpoint_folders() if root.resolve() not in known]
-    return [root for root in found if read_owner(root) == folders.owner]
+    owners = {root: read_owner(root) for root in found}
+    return [root for root, owner in owners.items() if owner is not None and owner.id == folders.owner.id]
 
 
 async def _folders(store: Store, run: RunConfig) -> RunFolders:

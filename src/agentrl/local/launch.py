@@ -481,7 +481,7 @@ def require_usable(configs: Configs, roles: Collection[str]) -> AgreedSettings:
     agreed: AgreedSettings = {}
     if not {"sample", "eval"}.isdisjoint(roles):
         require_extensions(configs)
-        if model is not None:
+        if model is not None and ("sample" in roles or configs[EvaluationConfig].eval_model is None):
             asyncio.run(open_format(None, configs))
     if "sample" in roles:
         read_limits(configs)

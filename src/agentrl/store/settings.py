@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
 import socket
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -13,7 +15,7 @@ from typing import Any, Final
 from pymongo import ASCENDING
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
-from agentrl.base.folder_owner import Owner
+from agentrl.base.folder_owner import Owner, read_owner
 from agentrl.documents.document import excerpt, now, plain
 from agentrl.documents.run import (
     CHILD_PREFIX,
@@ -189,6 +191,18 @@ _OF_MODEL: Final = ("model", "files")
 _SHOWN = 120
 
 
+logger = logging.getLogger(__name__)
+
+
+def _is_taken(folder: Path, id: str) -> bool:
+    try:
+        owner = read_owner(folder)
+    except ConfigError as error:
+        logger.warning("%s is left out: %s", folder, error.message)
+        return True
+    return owner is not None and owner.id != id
+
+
 class Settings(Repository):
     """The settings that the processes of a run must agree on, and the configuration of each role."""
 
@@ -260,17 +274,21 @@ class Settings(Repository):
         """Return the flags of the trainers, in the order in which they began; see ``flags_at``."""
         return [item for item in await self.flags() if item.role == TRAIN_ROLE]
 
-    async def checkpoint_folders(self) -> list[Path]:
+    async def checkpoint_folders(self, *, taken: bool = False) -> list[Path]:
         """Return the folders in which the run's trainers saved checkpoints, those of the newest start first.
 
-        A start may have had another ``--output_dir``; the checkpoints of its steps stay there.
+        A start may have had another ``--output_dir``; the checkpoints of its steps stay there. Those that
+        another run has by now, or whose owner cannot be read, count with ``taken`` alone.
         """
         found, name = list[Path](), self._connection.database.name
         for flags in [item.values for item in reversed(await self.starts())] or [dict[str, Any]()]:
             found.append(Path(flags.get("output_dir") or f"output/{name}"))
             if fallback := flags.get("fallback_output_dir"):
                 found.append(Path(fallback) / name)
-        return [*dict.fromkeys(found)]
+        id = (await self.owner(makes=False)).id
+        return [
+            root for root in dict.fromkeys(found) if taken or not await asyncio.to_thread(_is_taken, root, id)
+        ]
 
     @database_call
     async def of_steps(self, steps: Iterable[TrainStep]) -> dict[str, RunSettings]:

@@ -43,6 +43,7 @@ from agentrl.distributed.mesh import World, launched_world
 from agentrl.documents.run import RunSettings
 from agentrl.documents.status import TrainerEnd
 from agentrl.documents.training import Checkpoint, TrainStep
+from agentrl.errors import ConfigError
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import Precision
 from agentrl.model.load import resolve_dtype
@@ -96,7 +97,8 @@ def run_trainer(*parts: Part) -> None:
                 continue
             with tracing(configs, "train"):
                 is_whole = asyncio.run(_train(configs, world, part.last))
-            if part.last is not None and not is_whole:  # a signal ended the steps that come before
+            # A signal ended it before the model was built, or the steps that come before.
+            if is_whole is None or (part.last is not None and not is_whole):
                 # Release the other ranks: they wait for the next part to be built.
                 world.broadcast("end")
                 return
@@ -110,8 +112,11 @@ def _follow(configs: Configs, world: World) -> None:
     follow(world, partial(_build, configs, world))
 
 
-async def _train(configs: Configs, world: World, last: int | None) -> bool:
-    """Train on all ranks, up to step ``last`` of the parent; return False if a signal ended it."""
+async def _train(configs: Configs, world: World, last: int | None) -> bool | None:
+    """Train on all ranks, up to step ``last`` of the parent; return False if a signal ended it.
+
+    Returns None if a signal ended it before the other ranks had anything to do: they wait.
+    """
     stop, run, train = _stop_on_signals(), configs[RunConfig], configs[TrainConfig]
     precision = await asyncio.to_thread(step_precision, configs[ModelConfig], train, world)
     with retry_outages(run.db_wait_seconds, stop):
@@ -123,9 +128,12 @@ async def _train(configs: Configs, world: World, last: int | None) -> bool:
             await asyncio.to_thread(_check_disk, configs)
             await asyncio.to_thread(_remove_leftovers, folders)
             await lease.record_output(place_of(folders.output))
+            total_steps = await _total_steps(store, configs, stop)
+            if stop.is_set():
+                logger.info("stopped before the first step")
+                return None
             # Take it before the model is built there: until then an engine holds its memory.
-            device = await _take_device(configs)
-            build, total_steps = partial(_build, configs, world), await _total_steps(store, configs, stop)
+            device, build = await _take_device(configs), partial(_build, configs, world)
             controller = await asyncio.to_thread(lead, world, build, found, total_steps, precision)
             progress = await roll_back(
                 store, lease, controller.policy.base, found, steps,
@@ -401,11 +409,18 @@ async def _total_steps(store: Store, configs: Configs, stop: asyncio.Event) -> i
     if train.max_steps > 0:
         return train.max_steps
     say_at = time.monotonic()
+    last = say_at + train.data_wait_seconds
     while (per_epoch := await store.epochs.size("train")) == 0:
         if not needs_length(configs[OptimConfig]):
             return None
         if stop.is_set():
-            return 1  # it trains none
+            return None
+        if time.monotonic() >= last:
+            raise ConfigError(
+                f"no task was loaded within {train.data_wait_seconds:g} s, and --lr_scheduler_type"
+                f" {configs[OptimConfig].lr_scheduler_type} or --warmup_ratio depends on their number",
+                hint="load tasks (agentrl sample, agentrl tasks load), or give --max_steps",
+            )
         if time.monotonic() >= say_at:
             logger.info(
                 "waiting for the tasks, which agentrl sample or agentrl tasks load brings: the learning rate"

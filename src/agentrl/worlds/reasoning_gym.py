@@ -294,6 +294,7 @@ def _expanded(families: Sequence[Family]) -> list[Family]:
                 + (f"; did you mean {nearest[0]!r}?" if nearest else f"; it has {', '.join(known)}")
             )
     left_out = {family.name[1:] for family in families if family.name.startswith("-")}
+    left_out |= set(known) if "all" in left_out else set()
     left = [
         Family(name, family.weight, family.config)
         for family in families

@@ -12,6 +12,7 @@ from forked import run_forked
 from test_train_loop import GROUPS, Run, base, run, steps_of, told
 from training_data import group
 
+from agentrl.base.folder_owner import OWNER_FILE, Owner
 from agentrl.config.schema import ModelConfig, RunConfig
 from agentrl.documents.status import TaskStatus
 from agentrl.errors import ConfigError, StoreError
@@ -139,6 +140,10 @@ async def test_a_step_is_forked_from_the_folder_of_the_start_that_made_it(
     assert f"from {moved / 'checkpoint-000003'}" in said
     async with await run.open() as store:
         assert await checkpoint_roots(store) == [moved, run.output]
+        # Another run has the old folder by now: its steps are named alike.
+        owner = run.output / OWNER_FILE
+        owner.write_bytes(Owner(run=run.name, id="0" * 32, server="localhost:27017").to_json())
+        assert await checkpoint_roots(store) == [moved]
 
 
 async def refused(run: Run, child: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,15 @@ def test_a_folder_is_read_without_its_canary_and_its_digest_is_of_all_files(tmp_
         ("environment/Dockerfile", None, "no environment/Dockerfile, and task.toml names no docker_image"),
         ("environment/docker-compose.yaml", "services: {}", "docker-compose.yaml has no service main"),
         ("environment/compose.yml", "services: [", "compose.yml: "),
+        ("environment/compose.yml", "services: " + "[" * 3000, "compose.yml cannot be read: "),
+        (
+            "environment/compose.yml",
+            "services: {main: {image: 2001-13-01}}",
+            "compose.yml cannot be read: month",
+        ),
+        ("environment/compose.yml", "services: {main: {image: !!bool x}}", "compose.yml cannot be read: "),
+        ("environment/compose.yml", "a: &a {b: 1}\nc: {<<: *a}", "merges mappings (<<)"),
+        ("environment/compose.yml", "#" * (1 << 16) + "\n", "longer than 65,536 bytes"),
         (
             "environment/compose.yml",
             "{services: {main: {}, db: {}}, volumes: {}}",
@@ -98,7 +108,7 @@ def test_a_folder_that_lacks_a_file_or_has_one_too_many_is_refused(
         (folder / path).unlink()
     else:
         (folder / path).write_text(text)
-    with pytest.raises(BadTaskError, match=said.replace(".", r"\.")):
+    with pytest.raises(BadTaskError, match=re.escape(said)):
         read_task_folder(folder)
 
 

@@ -62,6 +62,11 @@ def store_error(doing: str, error: PyMongoError, host: str, timeout: float) -> S
         return StoreUnavailableError(
             f"{doing}: the disk of MongoDB at {host} is full", hint="free some disk space"
         )
+    if code in _TRANSIENT_CODES:
+        return StoreUnavailableError(
+            f"{doing}: MongoDB at {host} gave it up: {error}",
+            hint="it is overloaded, or elects a primary; --db_wait_seconds sets how long a process retries",
+        )
     if _is_transient(error):
         return StoreUnavailableError(
             f"{doing}: MongoDB at {host} did not answer within {timeout:g} s ({type(error).__name__})",
@@ -95,8 +100,6 @@ def _is_transient(error: PyMongoError) -> bool:
         return True
     if error.timeout or any(error.has_error_label(label) for label in _TRANSIENT_LABELS):
         return True
-    if isinstance(error, OperationFailure):
-        return error.code in _TRANSIENT_CODES
     return isinstance(error, ConfigurationError) and _NO_SESSIONS in str(error)
 
 

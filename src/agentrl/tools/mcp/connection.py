@@ -22,6 +22,7 @@ from contextlib import (
     suppress,
 )
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from agentrl.base.atomic_folder import scratch_folder
@@ -65,8 +66,12 @@ _ENDS = 4096
 """Bytes kept of both ends of a line that is too long: they hold the request's id."""
 _MAX_GARBAGE_LINES = 1000
 _STDERR_LINES = 20
+_KEPT_BYTES = 4096
+"""Bytes kept of a line that is no message; secrets are looked for in them before they are shown."""
 _ID = re.compile(rb'"id"\s*:\s*(\d+)')
 _BEGIN = re.compile(rb'\{\s*"(?:jsonrpc|id|method|params|result|error)"\s*:')
+_MOST_BEGINNINGS = 8
+"""Places in a line that are tried as the beginning of an answer."""
 _ANSWER = re.compile(rb'"(?:result|error)"\s*:')
 
 
@@ -103,7 +108,7 @@ class StdioProcess:
         if self._process is not None and self._process.returncode is not None:
             parts.append(f"it exited with code {self._process.returncode}")
         if self._printed:
-            printed = redact_secrets(self._printed, self._spec)
+            printed = redact_secrets(self._printed, self._spec)[:200]
             parts.append(f"printed to stdout, where MCP messages go: {printed}")
         if self._stderr:
             parts.append("stderr: " + redact_secrets(" | ".join(self._stderr)[-500:], self._spec))
@@ -166,7 +171,7 @@ class StdioProcess:
                     return
                 message = _parse(line)
                 if message is None:
-                    if text := line[:200].decode("utf-8", "replace").strip():
+                    if text := line.strip()[:_KEPT_BYTES].decode("utf-8", "replace"):
                         garbage, self._printed = garbage + 1, text
                     continue
                 garbage = 0
@@ -281,14 +286,28 @@ def _parse(line: bytes) -> SessionMessage | None:
         try:
             return SessionMessage(jsonrpc_message_adapter.validate_json(read_message(line), by_name=False))
         except ValueError as problem:
-            begun = None if line.lstrip().startswith(b"{") else _BEGIN.search(line)
-            if begun is not None:  # behind what a tool printed without a newline
-                return _parse(line[begun.start() :])
+            if not line.lstrip().startswith(b"{"):
+                return _answer_behind(line)
             number, text, code = _answered(line), str(problem), NOT_VALID
     if number is None:
         return None
     error = ErrorData(code=code, message=text)
     return SessionMessage(JSONRPCError(jsonrpc="2.0", id=number, error=error))
+
+
+def _answer_behind(line: bytes) -> SessionMessage | None:
+    """Return the answer at the end of a line, behind what a tool printed without a newline; None without."""
+    from mcp.shared.message import SessionMessage
+    from mcp_types import JSONRPCError, JSONRPCResponse, jsonrpc_message_adapter
+
+    for begun in islice(_BEGIN.finditer(line), _MOST_BEGINNINGS):
+        try:
+            text = read_message(line[begun.start() :])
+            message = jsonrpc_message_adapter.validate_json(text, by_name=False)
+        except ValueError:
+            continue
+        return SessionMessage(message) if isinstance(message, JSONRPCResponse | JSONRPCError) else None
+    return None
 
 
 def _answered(line: bytes) -> int | None:

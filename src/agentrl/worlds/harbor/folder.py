@@ -414,6 +414,7 @@ _CANARY: Final = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
 _MOST_FILES: Final = 20_000
 MOST_BYTES: Final = 1 << 30
 _MOST_TEXT: Final = 1 << 20
+_MOST_COMPOSE: Final = 1 << 16
 _READ: Final = (
     TASK_FILE, "instruction.md", "trajectory.json", "tests", "tests/test.sh", "tests/Dockerfile",
     "environment", "environment/Dockerfile", "solution", "solution/solve.sh",
@@ -510,7 +511,7 @@ def _require_own_files(folder: Path) -> None:
 
 def _image(table: EnvironmentTable, folder: Path, where: str) -> ImageOf:
     for name in _COMPOSE:
-        if (folder / name).exists():
+        if (folder / name).is_file():
             _require_one_container(folder / name, f"{where}/{name}", table)
     if table.docker_image is not None:
         return ImageOf(table, table.docker_image, None, None)
@@ -525,12 +526,17 @@ def _require_one_container(path: Path, named: str, table: EnvironmentTable) -> N
     Values are compared and never shown: one may stand for more text than fits memory.
     """
     hint = "run it with Harbor, or move what its services need there and delete it"
-    if not lies_in(path, path.parent) or path.stat().st_size > _MOST_TEXT:
-        raise BadTaskError(f"{named} is a link out of its folder, or longer than {_MOST_TEXT:,} bytes")
+    if not lies_in(path, path.parent) or path.stat().st_size > _MOST_COMPOSE:
+        raise BadTaskError(f"{named} is a link out of its folder, or longer than {_MOST_COMPOSE:,} bytes")
     try:
+        if "<<" in path.read_text(encoding="utf-8"):
+            raise BadTaskError(f"{named} merges mappings (<<), which may stand for more than fits memory")
         content = read_settings(path, hint=hint).content
     except ConfigError as error:
         raise BadTaskError(f"{named}: {error.message}") from error
+    except (OSError, ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
+        # PyYAML lets through what its constructors raise, such as that of a date in month 13.
+        raise BadTaskError(f"{named} cannot be read: {str(error)[:200]}") from error
     services = content.get("services") if isinstance(content, dict) else None
     main = services.get("main") if isinstance(services, dict) else None
     if not isinstance(services, dict) or not isinstance(main, dict):
@@ -544,8 +550,8 @@ def _require_one_container(path: Path, named: str, table: EnvironmentTable) -> N
     more += [f"main.build.{key}" for key, value in build.items() if value not in _BUILDS.get(key, ())]
     if more:
         raise BadTaskError(
-            f"{named} asks Docker Compose for {', '.join(more[:5])}, and here a task is one container of a"
-            f" Dockerfile or a docker_image: {hint}"
+            f"{named} asks Docker Compose for {', '.join(each[:60] for each in more[:5])}, and here a task is"
+            f" one container of a Dockerfile or a docker_image: {hint}"
         )
 
 

@@ -86,4 +86,14 @@ async def test_a_trainer_that_waits_for_tasks_can_be_stopped() -> None:
         ancestry=SimpleNamespace(parent=AsyncMock(return_value=None)),
         epochs=SimpleNamespace(size=AsyncMock(return_value=0)), wait_for_change=stopping,
     ))  # fmt: skip
-    assert await start._total_steps(store, parsed("--lr_scheduler_type", "cosine"), stop) == 1
+    assert await start._total_steps(store, parsed("--lr_scheduler_type", "cosine"), stop) is None
+
+
+async def test_tasks_that_nobody_loads_end_a_trainer_that_needs_their_number() -> None:
+    store = cast("Any", SimpleNamespace(
+        ancestry=SimpleNamespace(parent=AsyncMock(return_value=None)),
+        epochs=SimpleNamespace(size=AsyncMock(return_value=0)), wait_for_change=AsyncMock(return_value=False),
+    ))  # fmt: skip
+    configs = parsed("--warmup_ratio", "0.1", "--data_wait_seconds", "0.05")
+    with pytest.raises(ConfigError, match="no task was loaded"):
+        await start._total_steps(store, configs, asyncio.Event())

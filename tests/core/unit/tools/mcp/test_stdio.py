@@ -44,6 +44,22 @@ async def test_a_line_that_is_too_long_becomes_the_error_of_its_request(
     assert connection._parse(after) is None
 
 
+@pytest.mark.parametrize(
+    ("line", "id"),
+    [
+        ('rows: 3 {"jsonrpc": "2.0", "id": 7, "result": {}}', 7),
+        ('row {"id": 5, "name": "x"} ok {"jsonrpc": "2.0", "id": 7, "result": {}}', 7),
+        ('row {"id": 5, "result": "x"} and more', None),
+        ('said {"jsonrpc": "2.0", "id": 7, "method": "sampling/createMessage", "params": {}}', None),
+        ('said {"jsonrpc": "2.0", "method": "notifications/tools/list_changed"}', None),
+        ('{"id": ' * 5000, None),
+    ],
+)
+def test_behind_printed_text_only_a_whole_answer_counts(line: str, id: int | None) -> None:
+    message = connection._parse(line.encode())
+    assert (None if message is None else message.message.id) == id  # type: ignore[union-attr]
+
+
 def test_a_private_folder_is_new_for_each_process_and_deleted() -> None:
     spec = StdioSpec(name="s", command="c", args=("--db", "${workdir}/a"), env={"HOME": "${workdir}"})
     with private_folder(spec) as one, private_folder(spec) as two:
