@@ -452,8 +452,12 @@ class Epochs(Repository):
     @database_call
     async def size(self, split: str) -> int:
         """Return the number of tasks per epoch; during the first load, the number that it will have."""
-        first = (await self._leases.by_split(split)).get(0)
-        return await self.count(split, 0) if first is None else first.tasks
+        before = (await self._leases.by_split(split)).get(0)
+        if before is not None:
+            return before.tasks
+        loaded = await self.count(split, 0)
+        begun = (await self._leases.by_split(split)).get(0)  # a load that began meanwhile: some are counted
+        return loaded if begun is None else begun.tasks
 
     @database_call
     async def open(
