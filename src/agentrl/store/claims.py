@@ -499,7 +499,7 @@ class Claims(Repository):
             except AdmissionRacedError:
                 await asyncio.sleep(race.next())
         else:
-            return nothing
+            return await self._take(request, owners, TaskStatus.RUNNING)  # the last attempt may have won
         # Claim a created group itself: without a limit nobody counts open groups, and nobody admits any.
         return await self._take(request, owners, TaskStatus.CREATED) if request.limit is None else nothing
 

@@ -204,10 +204,11 @@ async def test_claims_at_once_get_the_next_groups_in_order(store: Store) -> None
     ]  # fmt: skip
 
 
-async def test_a_sampler_that_dies_in_its_turn_to_admit_holds_the_others_up_for_a_second(
+async def test_a_sampler_that_dies_in_its_turn_to_admit_holds_the_others_up_for_that_turn(
     crowd: list[Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, other, *_ = crowd
+    monkeypatch.setattr("agentrl.store.claims._TURN_SECONDS", 1.0)
     await store.tasks.load(make_tasks(1, generations=2))
     has_turn = asyncio.Event()
 

@@ -144,9 +144,11 @@ async def test_the_folders_of_earlier_starts_move_too_if_they_are_the_runs(
     assert await agentrl_runs(run_config, "rename", run_config.run_name, new.run_name) == 0
     async with await open_existing(new) as renamed:
         found = set(await renamed.settings.checkpoint_folders())
+        with_others = set(await renamed.settings.checkpoint_folders(taken=True))
     moved = {folders[name].with_name(new.run_name) for name in ("first", "last")}
-    assert found == {*moved, folders["foreign"]}
-    for folder in found:
+    assert found == moved
+    assert with_others == {*moved, folders["foreign"]}
+    for folder in with_others:
         state = json.loads((folder / "checkpoint-000001" / "state.json").read_text())
         assert (state["run_name"] == new.run_name) == (folder in moved)
 
