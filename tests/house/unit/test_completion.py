@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli import completion
+from agentrl.cli.main import main
 from agentrl.config.commands import COMMANDS
 
 
@@ -80,3 +81,22 @@ def test_the_shell_gets_the_choices_of_a_flag(tmp_path: Path) -> None:
         capture_output=True,
     )  # fmt: skip
     assert answer.read_text().split() == ["scoring", "scored"]
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"),
+    [
+        (["runs", "rn", "a", "b"], "rename"),
+        (["runs", "reanme", "a", "b"], "rename"),
+        (["db", "chekc"], "check"),
+        (["mongo", "stat"], "status"),
+        (["audit", "rcords"], "records"),
+        (["tools", "mngr"], "manager"),
+        (["launch", "trian"], "train"),
+    ],
+)
+def test_a_misspelt_word_of_a_wing_is_answered_with_the_nearest(
+    words: list[str], nearest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err.endswith(f"\n  → did you mean '{nearest}'?\n")
