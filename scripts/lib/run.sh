@@ -1,4 +1,4 @@
-# Sourced by the run scripts: `agentrl launch` starts and supervises the processes of a recipe (assets/configs).
+# Sourced by the run scripts: `agentrl launch` starts and supervises the processes of a recipe (assets/recipes).
 #
 # MODEL_PATH        Hugging Face folder of the policy          (default: the quickstart's SmolLM2-135M)
 # TRAIN_FILE        JSONL tasks (eval.sh: EVAL_FILE)           (default: the quickstart's calculator tasks)

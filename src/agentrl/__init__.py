@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     def run(
         *, tasks: Any, steps: int, model: Any = None, scorer: Any = None, tools: Any = (),
-        name: str | None = None, recipe: str = "grpo", **flags: Any,
+        name: str | None = None, recipe: str = "original-grpo", **flags: Any,
     ) -> StartedRun: ...  # fmt: skip
 
     class Store(Protocol):

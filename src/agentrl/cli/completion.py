@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from agentrl.config.commands import COMMANDS, function_of
 from agentrl.config.flags import collect
-from agentrl.config.load import CommandParser
+from agentrl.config.load import CommandParser, recipe_names
 from agentrl.config.run import EngineConfig, RunConfig
 from agentrl.errors import AgentRLError
 
@@ -93,10 +93,12 @@ def _choice(words: Any) -> argparse.ArgumentParser:
 
 
 def _complete_values(parser: argparse.ArgumentParser) -> None:
-    """Complete ``--run_name`` and switches in ``parser`` and the parsers of its subcommands."""
+    """Complete ``--run_name``, ``--recipe`` and switches in ``parser`` and the parsers of its subcommands."""
     for action in parser._actions:
         if action.dest == "run_name":
             _set_completer(action, _runs)
+        elif action.dest == "recipe":
+            _set_completer(action, lambda **_: recipe_names())
         elif action.const is True and action.nargs == "?":
             _set_completer(action, lambda **_: ("true", "false"))
         elif isinstance(action, argparse._SubParsersAction):

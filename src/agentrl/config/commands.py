@@ -27,6 +27,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
         "agentrl.local.local_cli:launch",
         "the processes of a run on this machine, each on GPUs of its own",
     ),
+    "recipes": ("agentrl.cli.recipes", "list the recipes of --recipe: their flags, sources, golden values"),
     "plan": ("agentrl.local.local_cli:plan", "plan memory, layout and services for a model and GPUs"),
     "whatif": ("agentrl.lab.lab_cli:whatif", "train stored steps again with another loss, and compare"),
     "sweep": ("agentrl.lab.lab_cli:sweep", "what-ifs with many settings and seeds, judged on held-out tasks"),
@@ -130,6 +131,7 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl launch train --config run.yaml --train_gpus 0-3 --engine_gpus 4-7",
         "agentrl launch eval --config run.yaml --eval_file test.jsonl --inf_tp_size 2",
     ),
+    "agentrl recipes": ("agentrl recipes", "agentrl recipes dapo"),
     "agentrl plan": (
         "agentrl plan --model models/Qwen3-8B --gpus 8xH100 --context 32768",
         "agentrl plan --model models/Qwen3-8B --gpus 2x4090 --context 8192 --lora_rank 16 --json",

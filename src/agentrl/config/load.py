@@ -1,4 +1,4 @@
-"""Parse flags and a YAML file into configuration dataclasses."""
+"""Parse flags, a recipe and a YAML file into configuration dataclasses."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import shutil
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import NoneType
 from typing import Any, Final, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from agentrl.base.validation import SettingsFile, read_settings
+from agentrl.base.installation import shipped_files
+from agentrl.base.validation import SettingsFile, SettingsModel, Text, read_settings
 from agentrl.config.commands import examples_text
 from agentrl.config.flags import Switch, add_flag, end_if_collected
 from agentrl.config.sampling import SamplingConfig, TaskConfig
@@ -85,10 +87,11 @@ def parse(
 ) -> Configs:
     """Parse ``argv`` into every group of the schema and ``extra`` (groups of this command alone).
 
-    ``--config FILE.yaml`` supplies values under the same names, flat or in sections; flags win. ``--help``
-    lists the groups ``shown`` and ``extra``. ``validate`` checks the values against each other. A flag that
-    has no effect logs a warning. Raises ConfigError on unknown flags or keys, on invalid values, and without
-    a ``--run_name`` if the command ``needs_run``: a default would mix the trajectories of different models.
+    ``--config FILE.yaml`` supplies values under the same names, flat or in sections; flags win. ``--recipe``
+    supplies values too; both win over it. ``--help`` lists the groups ``shown`` and ``extra``. ``validate``
+    checks the values against each other. A flag that has no effect logs a warning. Raises ConfigError on
+    unknown flags or keys, on invalid values, and without a ``--run_name`` if the command ``needs_run``: a
+    default would mix the trajectories of different models.
     """
     parser = _parser(command, description, shown, extra)
     end_if_collected(parser, command)
@@ -106,6 +109,8 @@ def parse(
         file = read_settings(path, what="--config", hint="write one 'flag: value' per line")
         given = {**flags_of(file, file.content or {}, groups), **flags}
     given = derive_flags(given)
+    if given.get("recipe") is not None:
+        given = {**derive_flags(read_recipe(given["recipe"]).flags), **given}
     configs = Configs.of(groups, given, given)
     if needs_run and "run_name" not in given:
         raise ConfigError(
@@ -168,14 +173,58 @@ def _warn_of_ignored(configs: Configs) -> None:
                 logger.warning("--%s has no effect: %s", item.name, item.metadata["help"])
 
 
-def flags_of(file: SettingsFile, content: Any, groups: Sequence[type]) -> dict[str, Any]:
-    """Return the flags in ``content`` of a YAML file by name, flat or in sections. Raises ConfigError."""
+_RECIPE_HINT = "write source: TEXT, and below flags: one 'flag: value' per line (docs/losses.md)"
+_FILES = (".yml", ".yaml", ".json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(SettingsModel):
+    """The flags of a way to train or evaluate: of a paper, of another system, of the original."""
+
+    name: str
+    """What ``--recipe`` gives: a name in the shipped folder ``recipes``, or the path of a file."""
+    source: Text
+    """The paper, or the system with its files and commit."""
+    flags: dict[str, Any]
+    golden: float | None = None
+    """The loss of ``STEP`` in tests/core/unit/losses/golden.py; None: there is none."""
+
+
+def read_recipe(name: str) -> Recipe:
+    """Return the recipe ``name``. Raises ConfigError for an unknown one and for what its file has wrong."""
+    path = Path(name)
+    if path.suffix not in _FILES:
+        path = shipped_files() / "recipes" / f"{name}.yml"
+        if not path.is_file():
+            known = recipe_names()
+            raise ConfigError(
+                f"--recipe is {name}; choose one of {', '.join(known)}, or a YAML file such as ./mine.yml",
+                hint=nearest(name, known) or "`agentrl recipes` lists them with their flags",
+            )
+    file = read_settings(path, what="--recipe", hint=_RECIPE_HINT)
+    recipe = file.check(Recipe, file.content, name=name)
+    flags = flags_of(file, recipe.flags, GROUPS, "flags")
+    if "recipe" in flags:
+        raise file.error("a recipe names no other recipe", "flags", "recipe", hint="copy its flags")
+    return dataclasses.replace(recipe, flags=flags)
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the shipped recipes, sorted."""
+    return sorted(file.stem for file in (shipped_files() / "recipes").glob("*.yml"))
+
+
+def flags_of(file: SettingsFile, content: Any, groups: Sequence[type], *at: str) -> dict[str, Any]:
+    """Return the flags in ``content``, which stands at ``at`` of a YAML file, by name, flat or in sections.
+
+    Raises ConfigError, which names the line.
+    """
     if not isinstance(content, dict):
         raise file.error("the file holds no mapping")
     hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
     names = {section.key: [item.name for item in section.flags] for section in sections(*groups)}
     found: dict[str, Any] = {}
-    for place, name, value in _entries(file, content, names):
+    for place, name, value in _entries(file, content, names, at):
         if name not in hints and name in REPLACEMENTS:
             text = str(value).lower() if isinstance(value, bool) or value is None else str(value)
             name = replace_flag(name, text)
@@ -196,33 +245,34 @@ def flags_of(file: SettingsFile, content: Any, groups: Sequence[type]) -> dict[s
 
 
 def _entries(
-    file: SettingsFile, content: Mapping[Any, Any], names: Mapping[str, Sequence[str]]
+    file: SettingsFile, content: Mapping[Any, Any], names: Mapping[str, Sequence[str]], at: tuple[str, ...]
 ) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
     """Yield the place, the name and the value of each flag, flat or in one of the sections ``names``."""
     for key, value in content.items():
         if isinstance(value, dict):
             if key not in names:
-                raise _unknown("section", str(key), list(names), file, key)
-            _require_in_section(file, key, value, names)
-            yield from (((key, name), name, item) for name, item in value.items())
+                raise _unknown("section", str(key), list(names), file, *at, key)
+            _require_in_section(file, value, names, *at, key)
+            yield from (((*at, key, name), name, item) for name, item in value.items())
         # Pass over a section whose flags are all commented out: YAML reads it as null.
         elif key not in names or value is not None:
-            yield (key,), key, value
+            yield (*at, key), key, value
 
 
 def _require_in_section(
-    file: SettingsFile, key: str, values: Mapping[Any, Any], names: Mapping[str, Sequence[str]]
+    file: SettingsFile, values: Mapping[Any, Any], names: Mapping[str, Sequence[str]], *at: Any
 ) -> None:
-    """Raise ConfigError for a flag that does not belong to section ``key``."""
+    """Raise ConfigError for a flag that does not belong to the section at ``at``, whose key is the last."""
+    key = at[-1]
     for name in values:
         if name in names[key]:
             continue
         homes = [section for section, flags in names.items() if name in flags]
         if homes:
             raise file.error(
-                f"{name} is not a flag of section {key}", key, name, hint=f"move it to section {homes[0]}"
+                f"{name} is not a flag of section {key}", *at, name, hint=f"move it to section {homes[0]}"
             )
-        raise _unknown(f"key in section {key}:", str(name), names[key], file, key, name)
+        raise _unknown(f"key in section {key}:", str(name), names[key], file, *at, name)
 
 
 def _fits(hint: Any, value: Any) -> bool:

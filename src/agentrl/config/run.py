@@ -31,6 +31,12 @@ class RunConfig(Flags):
     section = "run"
 
     run_name: str = flag("default", "name of the run; its database has the same name")
+    recipe: str | None = flag(
+        None,
+        "flags of a paper, of another system or of the original: a name that `agentrl recipes` lists, or a"
+        " YAML file; what is given otherwise wins over them",
+        per_process=True,
+    )
     output_dir: str | None = flag(
         None, "folder of checkpoints and published weights (default: output/RUN_NAME)"
     )
@@ -319,12 +325,6 @@ class PlacementConfig(Flags):
 
     section = "placement"
     is_per_process = True
-
-    recipe: str | None = flag(
-        None,
-        "`agentrl launch`: flags of a way to train or evaluate: grpo, minirl, opd, eval, or a YAML file; what"
-        " is given otherwise wins over them",
-    )
 
     train_gpus: str | None = flag(
         None,

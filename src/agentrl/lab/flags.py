@@ -127,12 +127,14 @@ def check_flags(configs: Configs) -> None:
     """Raise ConfigError for wrong steps or ids, and for a given flag that a what-if cannot change."""
     _ = configs[WhatIfConfig].first_and_last, configs[WhatIfConfig].excluded
     own = CHANGEABLE.union(_OF_PROCESS, flag_names(WhatIfConfig))
+    recipe = configs[RunConfig].recipe
+    left_out = "leave it out" if recipe is None else f"leave it or --recipe {recipe}, which may give it, out"
     for name in sorted(configs.given - own):
         require(
             False,
             f"--{name} cannot differ from the parent's: the stored data, the checkpoint and the layout were"
             " made with it",
-            "leave it out; a what-if changes the flags of the loss, of the groups and of the optimizer,"
+            f"{left_out}; a what-if changes the flags of the loss, of the groups and of the optimizer,"
             f" and {', '.join(sorted(_TRAINING))}",
         )
 
@@ -161,13 +163,13 @@ def child_configs(parent: Configs, here: Configs) -> Configs:
     """Return the child's configuration: the parent's, with the flags that are given here.
 
     With another ``--loss_calculater``, the flags whose defaults belong to the loss are the new loss's, unless
-    they are given here.
+    they are given here; with ``--recipe``, all flags of the loss are.
     """
     changed = {name: value for name, value in here.flags.items() if name in here.given & CHANGEABLE}
-    loss = changed.get("loss_calculater")
-    if loss is not None and loss != parent[LossConfig].loss_calculater:
+    old, has_recipe = parent[LossConfig].loss_calculater, here[RunConfig].recipe is not None
+    if has_recipe or changed.get("loss_calculater", old) != old:
         of_loss = dataclasses.asdict(LossConfig())
-        kept = parent.given - _OF_LOSS
+        kept = parent.given - (of_loss.keys() if has_recipe else _OF_LOSS)
         fresh = {name: value for name, value in of_loss.items() if name not in kept}
         parent = Configs(list(parent.with_flags(fresh)), kept)
     return parent.with_flags(changed)

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from agentrl.documents.run import PolicyVersion, RunSettings
     from agentrl.lab.sweep import Key, Race, Show, Standing, Sweep, SweepChild
 
-_OWN: Final = {"run_name", "output_dir", "log_dir"}
-"""Flags of the parent that its child must not repeat."""
+_OWN: Final = {"run_name", "output_dir", "log_dir", "recipe"}
+"""Flags of the parent that its child must not repeat: those of its recipe are given one by one."""
 
 
 def fork(argv: list[str]) -> int:

@@ -446,7 +446,7 @@ _GRACE_SECONDS = 120.0
 _SAMPLING_ROLES = ("serve", "sample")
 _NOT_OF_EVAL = frozenset({
     "run_name", "output_dir", "log_dir", "colocate", "num_generations", "train_file", "eval_file",
-    "engine_url", "host", "port", *DATABASE_FLAGS,
+    "engine_url", "host", "port", "recipe", *DATABASE_FLAGS,
 })  # fmt: skip
 """Flags of the parent's engines and samplers that an evaluation of a child does not take over."""
 

@@ -1,7 +1,6 @@
 """Prepare a run on this machine and start it: its flags, its database, its processes.
 
-A recipe is a YAML file of flags, such as ``assets/configs/grpo.yml``. What is given otherwise wins over it.
-Its section ``demo`` holds for a run without a model and tasks of its own, its section ``own`` for all others.
+A run with ``--recipe`` has limits that fit its model, or the quickstart's tasks and model with theirs.
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ from agentrl.chat.model_folder import model_context_length
 from agentrl.columns.teacher import read_prompt
 from agentrl.config.agreement import AgreedSettings, require_trainable, sampler_settings, trainer_settings
 from agentrl.config.flags import flag_words
-from agentrl.config.load import Configs, flags_of
+from agentrl.config.load import Configs, read_recipe
 from agentrl.config.run import without_uri
 from agentrl.config.schema import (
-    GROUPS,
     AgentConfig,
     ClaimConfig,
     EngineConfig,
@@ -71,7 +69,6 @@ from agentrl.errors import (
     ModelError,
     RunMissingError,
     StoreUnavailableError,
-    nearest,
     quoted,
 )
 from agentrl.inference.engines.commands import SHARED_MEMORY, require_engine
@@ -90,23 +87,29 @@ from agentrl.weights.folder import require_config, require_folder, require_weigh
 
 _ACCELERATE_SIZES = ("dp_replicate_size", "tp_size", "cp_size")
 
+_FITTED = {"fit_context": 161536, "fit_turns": 200}
+"""Limits of a recipe's run with a model and tasks of its own, where the model's context and memory allow."""
+_OWN: Mapping[str, Mapping[str, Any]] = {
+    "train": {**_FITTED, "activation_checkpointing": "full"},
+    "eval": {
+        **_FITTED, "new_context": "discard_all",
+        "preferred_sampling_params": '{"temperature": 1, "top_p": 1, "presence_penalty": 1.0}',
+    },
+}  # fmt: skip
+DEMO = {"max_turns": 4, "max_prompt_tokens": 2048, "prompt_reserve_tokens": 256, "max_new_tokens": 64}
+"""Limits of a recipe's run without them: of the quickstart's model and tasks."""
+DEMO_TRAIN = {**DEMO, "max_tokens": 4096}
 
-def read_recipe(configs: Configs, tasks: str) -> dict[str, Any]:
-    """Return the flags of ``--recipe`` that were not given; ``tasks`` is the flag of the run's task file.
 
-    Raises ConfigError for an unknown recipe, and for a model without tasks or tasks without a model.
+def limits_of_recipe(command: str, configs: Configs) -> dict[str, Any]:
+    """Return the limits, and the demonstration's tasks, that a run with ``--recipe`` was not given.
+
+    ``command`` is ``train`` or ``eval``. Raises ConfigError for a model without tasks, and for tasks without
+    a model.
     """
-    name = configs[PlacementConfig].recipe
-    if name is None:
+    if configs[RunConfig].recipe is None:
         return {}
-    folder = shipped_files() / "configs"
-    path = Path(name) if Path(name).suffix else folder / f"{name}.yml"
-    if not path.is_file():
-        known = sorted(file.stem for file in folder.glob("*.yml"))
-        raise ConfigError(
-            f"--recipe is {name}; choose one of {', '.join(known)}, or a YAML file of flags",
-            hint=nearest(name, known),
-        )
+    tasks = f"{command}_file"
     model, file = configs[ModelConfig].model_name_or_path, getattr(configs[TaskConfig], tasks)
     for flag, variable, value, other in (
         ("model_name_or_path", "MODEL_PATH", model, file), (tasks, tasks.upper(), file, model),
@@ -115,13 +118,10 @@ def read_recipe(configs: Configs, tasks: str) -> dict[str, Any]:
             raise ConfigError(
                 f"{other} is given, and no --{flag}", hint=f"export {variable}=…, or give the flag"
             )
-    read = read_settings(path, hint="write one 'flag: value' per line")
-    content = dict(read.content)
-    demo, own = content.pop("demo", {}), content.pop("own", {})
-    chosen = own
-    if model is None and demo:
-        chosen = {**demo, tasks: str(shipped_files() / demo[tasks])}
-    found = flags_of(read, {**content, **chosen}, GROUPS)
+    found = _OWN[command]
+    if model is None:
+        file = str(shipped_files() / f"tasks/calculator_{command}.jsonl")
+        found = {**(DEMO_TRAIN if command == "train" else DEMO), tasks: file}
     return {flag: value for flag, value in found.items() if flag not in configs.given}
 
 
@@ -358,12 +358,14 @@ def prepare(command: str, flags: Sequence[str], configs: Configs, variables: Map
 
     ``command`` is ``train`` or ``eval``, ``configs`` are the parsed ``flags``, ``variables`` the environment.
     """
-    flags, configs = _with(read_recipe(configs, f"{command}_file"), flags, configs)
+    flags, configs = _with(limits_of_recipe(command, configs), flags, configs)
     run, is_training = configs[RunConfig], command == "train"
 
     def report(text: str) -> None:
         print(f"{run.run_name}: {text}", flush=True)
 
+    if run.recipe is not None:
+        report(f"recipe {run.recipe}: {read_recipe(run.recipe).source}")
     roles = _roles(command, configs, variables)
     if command == "eval" and "serve" in roles:
         flags = ["--eval_engine", "shared", *flags]

@@ -59,7 +59,7 @@ _VARIABLES = {
 def launch(argv: list[str]) -> int:
     """Prepare the model and the database, then run the processes until the main one ends.
 
-        agentrl launch train --recipe grpo --run_name NAME [--flag VALUE …]
+        agentrl launch train --recipe dapo --run_name NAME [--flag VALUE …]
         agentrl launch eval --recipe eval --run_name NAME [--flag VALUE …]
 
     Engines and the trainer get GPUs of their own. A process that crashes is restarted. If one ends because of

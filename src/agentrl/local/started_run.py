@@ -27,16 +27,15 @@ from typing import TYPE_CHECKING, Any, TextIO, get_type_hints
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from agentrl.base.atomic_folder import replace_file
-from agentrl.base.installation import require, shipped_files
+from agentrl.base.installation import require
 from agentrl.base.processes import signal_session, start_child, stop_child, tail
-from agentrl.base.validation import read_settings
 from agentrl.config.flags import flag_words
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import StepStatus
 from agentrl.documents.task_json import kind_of
 from agentrl.errors import AgentRLError, ConfigError, RunMissingError, StoreUnavailableError
-from agentrl.local.launch import agentrl_command, demo_model
+from agentrl.local.launch import DEMO_TRAIN, agentrl_command, demo_model
 from agentrl.local.mongod import EmbeddedMongo
 from agentrl.screens.notebook import Store
 
@@ -68,7 +67,7 @@ def run(
     scorer: str | Function | None = None,
     tools: Sequence[str | Function] = (),
     name: str | None = None,
-    recipe: str = "grpo",
+    recipe: str = "original-grpo",
     **flags: Any,
 ) -> StartedRun:
     """Start training ``steps`` optimizer steps in processes of their own, and return at once.
@@ -97,7 +96,7 @@ def run(
             defaults["tools"] = [path.rpartition(":")[2] for path in tool_names]
     if model is None:
         model = demo_model()
-        flags = {**_demo_limits(recipe), **flags}
+        flags = {**DEMO_TRAIN, **flags}
     with _held(folder) as holder:
         flags = {
             "recipe": recipe, "run_name": name, "model_name_or_path": model, "max_steps": steps,
@@ -124,13 +123,6 @@ def _held(folder: Path) -> TextIO:
             hint="stop() of its handle ends it; or give another name",
         ) from None
     return holder
-
-
-def _demo_limits(recipe: str) -> dict[str, Any]:
-    """Return the flags of the recipe's section ``demo``, whose tasks are not these."""
-    file = Path(recipe) if Path(recipe).suffix else shipped_files() / "configs" / f"{recipe}.yml"
-    section = (read_settings(file, hint="write one 'flag: value' per line").content or {}).get("demo", {})
-    return {flag: value for flag, value in section.items() if flag != "train_file"}
 
 
 def _task_file(tasks: Tasks, path: Path, defaults: Mapping[str, Any]) -> str:

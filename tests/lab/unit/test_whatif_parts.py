@@ -10,7 +10,7 @@ from parsed_flags import parsed
 from training_data import group
 
 from agentrl.config.agreement import public_flags
-from agentrl.config.schema import RunConfig, TrainConfig
+from agentrl.config.schema import GroupConfig, LossConfig, RunConfig, TrainConfig
 from agentrl.data.stream import StepData
 from agentrl.documents.model_call import pack_halves
 from agentrl.documents.training import TokenSpan, TokenStatistics, statistics_key
@@ -37,6 +37,21 @@ def test_the_ids_of_without_may_come_from_a_pipe() -> None:
     check_flags(configs)
     assert configs[WhatIfConfig].excluded == {"train/0/a/0/1", "train/0/b/0/1"}
     os.close(reading)
+
+
+def test_a_what_if_takes_a_recipe_that_changes_no_data() -> None:
+    here = parsed("--recipe", "dr-grpo", "--epsilon", "0.3", command="agentrl whatif", extra=[WhatIfConfig])
+    check_flags(here)
+    parent = parsed("--recipe", "dapo")
+    child = child_configs(parent_configs(public_flags(parent), parent.given, here), here)
+    loss = child[LossConfig]
+    assert (loss.loss_length_divisor, loss.epsilon) == (8192, 0.3)
+    assert (loss.token_level_loss, loss.epsilon_higher) == (None, None)  # the parent's were true and 0.08
+    assert (child[GroupConfig].advantage, child[RunConfig].recipe) == ("dr_grpo", "dr-grpo")
+    whole = parsed("--recipe", "original-grpo", command="agentrl whatif", extra=[WhatIfConfig])
+    with pytest.raises(ConfigError, match="cannot differ") as refused:
+        check_flags(whole)
+    assert "--recipe original-grpo" in str(refused.value.hint)
 
 
 def test_a_what_if_refuses_an_age_that_drops_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +12,16 @@ from parsed_flags import parsed
 
 from agentrl.config.agreement import require_trainable
 from agentrl.config.load import Configs
-from agentrl.config.schema import GROUPS, AgentConfig, TrainConfig
+from agentrl.config.schema import (
+    GROUPS,
+    AgentConfig,
+    GroupConfig,
+    LossConfig,
+    MemoryConfig,
+    PlacementConfig,
+    TaskConfig,
+    TrainConfig,
+)
 from agentrl.errors import ConfigError, ModelError
 from agentrl.local import launch, local_cli, placement
 from agentrl.local.launch import (
@@ -89,9 +99,40 @@ def test_a_teacher_is_started_with_the_recipe_that_distils(
     assert "groups wait for teacher, and no --teacher is given" in capsys.readouterr().out
     plan = launcher.plan("train", "--teacher", "http://127.0.0.1:9")
     assert plan.teaches
-    assert "teacher" in plan.flags[plan.flags.index("--columns") + 1]
+    assert parsed(*plan.flags)[GroupConfig].columns == "teacher"
     monkeypatch.setenv("ROLES", "serve train")
     assert not launcher.plan("train", "--teacher", "http://127.0.0.1:9").teaches
+
+
+def test_every_process_gets_the_recipe_and_limits_of_its_own(
+    launcher: Launcher, task_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "fit", lambda configs, flags, *_, **named: flags)
+    plan = launcher.plan(
+        "train", "--train_file", task_file, "--recipe", "dapo", "--epsilon_higher", "0.12", "--fit_turns", "9"
+    )
+    assert "r: recipe dapo: arXiv 2503.14476" in capsys.readouterr().out
+    configs = parsed(*plan.flags, command="agentrl sample")
+    assert (configs[LossConfig].epsilon_higher, configs[LossConfig].dual_clip) == (0.12, math.inf)
+    assert configs[GroupConfig].advantage == "grpo"
+    placed = configs[PlacementConfig]
+    assert (placed.fit_context, placed.fit_turns) == (161536, 9)
+    assert configs[MemoryConfig].activation_checkpointing == "full"
+    with pytest.raises(ConfigError, match="and no --train_file"):
+        launcher.plan("train", "--recipe", "dapo")
+
+
+def test_a_recipe_without_a_model_trains_the_demonstration(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MODEL_PATH")
+    monkeypatch.setattr(launch, "demo_model", lambda: Path("demo"))
+    monkeypatch.setattr(launch, "default_servers", lambda *_, **named: None)
+    monkeypatch.setattr(launch, "fit", lambda configs, flags, *_, **named: flags)
+    configs = parsed(*launcher.plan("train", "--recipe", "gspo").flags)
+    assert str(configs[TaskConfig].train_file).endswith("tasks/calculator_train.jsonl")
+    assert (configs[AgentConfig].max_turns, configs[TrainConfig].max_tokens) == (4, 4096)
+    assert configs[PlacementConfig].fit_context is None
 
 
 def test_a_run_with_version_as_its_old_policy_starts_the_filler_of_its_column(

@@ -149,11 +149,11 @@ def test_rows_become_a_task_file_and_keywords_flags(started: list[list[str]], tm
     assert [of(words, flag) for flag in ("run_name", "max_steps", "recipe", "lora_rank")] == [
         "a-b",
         "3",
-        "grpo",
+        "original-grpo",
         "4",
     ]
     assert of(words, "model_name_or_path") == str(tmp_path / "demo")
-    assert of(words, "max_new_tokens") == "64"  # the recipe's, for the demonstration's model
+    assert of(words, "max_new_tokens") == "64"  # for the demonstration's model
     assert of(words, "tools") == "mine:tool"
     assert words[-1] == str(tmp_path / ".agentrl/started/a-b")
     lines = [json.loads(line) for line in Path(of(words, "train_file")).read_text().splitlines()]
@@ -181,7 +181,7 @@ def test_rows_become_a_task_file_and_keywords_flags(started: list[list[str]], tm
         ({"lerning_rate": 1e-3}, "lerning_rate"),
         ({"name": "not/a/name"}, "--run_name is 'not/a/name'"),
         ({"steps": 0}, "max_steps"),
-        ({"recipe": "groups"}, "groups.yml"),
+        ({"recipe": "grpu"}, "--recipe is grpu; choose one of"),
         ({"run_name": "a"}, "run_name is given as a flag\n  → give it as name="),
     ],
 )

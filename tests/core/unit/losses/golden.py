@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from recipes import RECIPES
+from recipes import CONFIGS, RECIPES
 
+from agentrl.config.schema import LossConfig, TrainConfig
 from agentrl.config.training import OldLogprobs
 from agentrl.data.stream import whitened
 from agentrl.losses.compute import old_logprobs
@@ -14,6 +15,8 @@ from agentrl.losses.loss import TokenBatch
 from agentrl.losses.settings import LossSettings
 
 TOLERANCE = 1e-4
+RELATIVE = 1e-3
+"""Of the golden values of recipes, which have four digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +103,13 @@ GOLDEN: tuple[Golden, ...] = (
     _case("GRPO 0.2/0.2, sum over 4 tokens", -0.4750, token_mean=False, length_divisor=4),
     *(
         Golden(
-            name=recipe.name, settings=recipe.settings, expected=recipe.expected,
-            example=WHITENED_STEP if recipe.whitens else STEP,
+            name=name, settings=LossSettings.of(configs[LossConfig]), expected=RECIPES[name].golden or 0.0,
+            example=STEP if configs[TrainConfig].advantage_whitening == "none" else WHITENED_STEP,
         )
-        for recipe in RECIPES
+        for name, configs in CONFIGS.items()
     ),
 )  # fmt: skip
-"""``VECTOR``, by default with a token mean; then ``STEP`` with every row of docs/losses.md."""
+"""``VECTOR``, by default with a token mean; then ``STEP`` with every recipe."""
 
 
 def batch_of(example: Example, settings: LossSettings) -> TokenBatch:
