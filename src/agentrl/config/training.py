@@ -24,8 +24,8 @@ class GroupConfig(Flags):
 
     advantage: str = flag(
         "leave_one_out",
-        "advantage estimator: leave_one_out, grpo, dr_grpo, reward (the score, without a baseline), or your"
-        " own as module:name",
+        "advantage estimator: leave_one_out, grpo, dr_grpo, maxrl, reward (the score, without a baseline), or"
+        " your own as module:name",
     )
     adv_scaling: float = flag(1.0, "factor of every advantage", within="(-inf, inf)")
     right_threshold: float = flag(
@@ -99,6 +99,12 @@ class GroupConfig(Flags):
             f"--overlong_buffer {self.overlong_buffer} is longer than --overlong_limit {self.overlong_limit}",
             "give --overlong_limit: generated tokens of a whole trajectory that are too many",
         )
+        require(
+            self.advantage != "maxrl" or not (self.overlong_buffer or self.efficient_rewarding),
+            "--advantage maxrl divides by the mean of the rewards, and --overlong_buffer and"
+            " --efficient_rewarding lower some below 0",
+            "leave out one of the two",
+        )
         for name in self.column_names:
             require(
                 name.isidentifier(),
@@ -113,8 +119,8 @@ VERSION_LOGPROBS: Final = "version_logprobs"
 """The column with the policy's own logprobs at the version that sampled each token."""
 
 CAPS = ("tis", "seq_tis")
-WEIGHTS = (*CAPS, "icepop")
-_ONE_NUMBER = (*CAPS, "seq_kl")
+WEIGHTS = (*CAPS, "icepop", "kpop")
+_ONE_NUMBER = (*CAPS, "kpop", "seq_kl")
 
 _LOSSES = importlib.import_module("agentrl.losses.loss")
 LOSS_PARAMETERS = frozenset(_LOSSES.loss_flags())
@@ -145,7 +151,7 @@ class LossConfig(Flags):
     loss_calculater: str = flag(
         "GRPO", f"the loss: {', '.join(_LOSSES.built_in_losses())}, or one of your own as module:function"
     )
-    loss_args: str = flag("{}", "JSON of parameters of a loss of your own, e.g. '{\"beta\": 0.1}'")
+    loss_args: str = flag("{}", "JSON of the parameters of a loss that are no flags, e.g. '{\"beta\": 0.1}'")
     token_level_loss: bool | None = flag(
         None, "average over the step's tokens instead of its trajectories (default: the loss's own)"
     )
@@ -187,7 +193,7 @@ class LossConfig(Flags):
     importance_correction: str = flag(
         "",
         "corrections of the mismatch between engine and trainer, comma-separated: tis, seq_tis, icepop,"
-        " token_mask, seq_mask, seq_kl; e.g. 'icepop:0.5:5,seq_kl:0.1'",
+        " kpop, token_mask, seq_mask, seq_kl; e.g. 'icepop:0.5:5,seq_kl:0.1'",
     )
     old_logprobs: Literal["behavior", "recompute", "loglinear", "version"] = flag(
         "behavior",
@@ -273,6 +279,7 @@ _DEFAULTS = {
     "seq_tis": Correction("seq_tis", 0.0, 2.0),
     "icepop": Correction("icepop", 0.5, 5.0),
     "seq_mask": Correction("seq_mask", 0.9, 1.1),
+    "kpop": Correction("kpop", 0.0, 0.1),
     "token_mask": Correction("token_mask", 0.5, 2.0),
     "seq_kl": Correction("seq_kl", 0.0, 0.1),
 }
@@ -285,6 +292,8 @@ def parse_corrections(text: str) -> tuple[Correction, ...]:
     ``tis[:C]`` multiplies by w capped at C (truncated importance sampling; default 2, ``inf`` caps nothing).
     ``seq_tis[:C]`` multiplies by the product of w over the trajectory, capped at C (2).
     ``icepop[:low:high]`` multiplies by w and drops tokens with w outside the bounds (0.5, 5).
+    ``kpop[:limit]`` multiplies by w and drops tokens for which the KL between the two probabilities of the
+    token, as those of a yes or no, is above the limit in either direction (0.1 nats).
     ``token_mask[:low:high]`` drops tokens with w outside the bounds (0.5, 2) and multiplies by nothing.
     ``seq_mask[:low:high]`` drops trajectories whose geometric mean of w is outside the bounds (0.9, 1.1).
     ``seq_kl[:limit]`` drops trajectories whose mean of w − 1 − log w, an estimate of the KL from μ, is above
@@ -316,7 +325,7 @@ def _parse_correction(entry: str) -> Correction:
         )
     if not numbers:
         return _DEFAULTS[name]
-    form = f"{name}:{'limit' if name == 'seq_kl' else 'C'}" if name in _ONE_NUMBER else f"{name}:low:high"
+    form = f"{name}:{'C' if name in CAPS else 'limit'}" if name in _ONE_NUMBER else f"{name}:low:high"
     hint = f"write it as {form} with numbers, 0 ≤ low < high"
     try:
         bounds = [float(number) for number in numbers]

@@ -73,9 +73,11 @@ class ParityDifference:
         routing: Literal["", "own", "replayed"] = "",
     ) -> ParityDifference:
         """Compare the logprobs of the same tokens, float[T] each."""
+        from agentrl.losses.loss import k3
+
         log_ratio = np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)
         delta = np.abs(log_ratio)
-        p99, kl = float(np.quantile(delta, 0.99)), float(np.mean(np.expm1(log_ratio) - log_ratio))
+        p99, kl = float(np.quantile(delta, 0.99)), float(k3(log_ratio).mean())
         mean, largest = float(delta.mean()), float(delta.max())
         return cls(engine, executor, len(delta), mean, p99, largest, kl, limit, routing)
 

@@ -20,6 +20,8 @@ from agentrl.losses.settings import LossSettings
 WEIGHT_CAP = 10.0
 """Cap of ρ = πθ/μ in ``weighted_k3``: it bounds the variance and biases tokens above it."""
 
+_LEAST_PROBABILITY = 1e-8
+
 DIVERGENCE = "teacher divergence"
 """The column of ``model.divergence.reverse_kl``, with gradient; 0 for a token without a teacher's ids."""
 
@@ -226,6 +228,8 @@ def _is_dropped(batch: TokenBatch, settings: LossSettings, correction: Correctio
             values = batch.means.divergence[batch.row]
         else:
             values = batch.trajectory_mean(divergence(batch, settings))
+    elif correction.name == "kpop":
+        values = binary_divergence(batch, settings)
     elif correction.name == "seq_mask":
         values = bounded_exp(_mean_log_mismatch(batch, settings))
     else:
@@ -241,6 +245,23 @@ def log_mismatch(batch: TokenBatch, settings: LossSettings) -> Tensor:
 def divergence(batch: TokenBatch, settings: LossSettings) -> Tensor:
     """Return the k3 estimate of KL(μ‖π_old), or of KL(μ‖πθ) if π_old is μ, per token, float64[T] ≥ 0."""
     return k3(log_mismatch(batch, settings))
+
+
+def binary_divergence(batch: TokenBatch, settings: LossSettings) -> Tensor:
+    """Return the larger of KL(p‖q) and KL(q‖p) per token, float64[T] ≥ 0 (KPop, ringtech.notion.site/kpop).
+
+    p and q are Bernoulli distributions: whether π_old, or πθ if π_old is μ, and whether μ sample the token.
+    Probabilities are kept 1e-8 away from 0 and 1, as AReaL does; float32 would round 1 − 1e-8 to 1.
+    """
+    log_q = batch.behavior_logprobs.double()
+    p, q = (
+        log.exp().clamp(_LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY)
+        for log in (log_q + log_mismatch(batch, settings), log_q)
+    )
+    log_ratio, log_ratio_of_others = p.log() - q.log(), (-p).log1p() - (-q).log1p()
+    forward = p * log_ratio + (1 - p) * log_ratio_of_others
+    # Rounding leaves a little below 0 where p is q, and a limit would drop that.
+    return torch.maximum(forward, -q * log_ratio - (1 - q) * log_ratio_of_others).clamp(min=0.0)
 
 
 def _mean_log_mismatch(batch: TokenBatch, settings: LossSettings) -> Tensor:

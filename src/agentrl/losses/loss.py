@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 from agentrl.base.registry import Registry, refuse_bare
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from agentrl.documents.training import DBRecordData
@@ -57,12 +58,16 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.float().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def k3(log_ratio: Tensor) -> Tensor:
+def k3(log_ratio: Tensor | NDArray[Any]) -> Tensor:
     """Return eˣ − 1 − x of a log-ratio x clamped to ±20, float64: 0 or more, and exact near 0.
 
-    Float32 has none of it left below |x| = 1e-4: eˣ − 1 − x is rounding noise of either sign there.
+    Float32 has none of it left below |x| = 1e-4: eˣ − 1 − x is rounding noise of either sign there, and so is
+    expm1(x) − x. Float64 keeps five digits of that difference down to |x| = 1e-10.
     """
-    bounded = log_ratio.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    # Import it here: samplers and --help read the flags of losses without torch.
+    import torch
+
+    bounded = torch.as_tensor(log_ratio).double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return (bounded.expm1() - bounded).clamp(min=0.0)
 
 
@@ -193,7 +198,6 @@ class TokenLosses:
     """bool[T]: a correction capped the token's weight; None: no correction caps."""
 
     def __post_init__(self) -> None:
-        # Import it here: samplers and --help read the flags of losses without torch.
         import torch
 
         losses = self.losses.detach()
@@ -361,6 +365,8 @@ LOSSES = Registry[Loss](
         "reinforce": "REINFORCE++ is GRPO with --token_level_loss true --advantage reward"
         " --advantage_whitening batch (docs/losses.md)",
         "ppo": "GRPO is PPO's clipped surrogate with the group's mean in place of a critic",
+        "mispo": "MIS-PO is CISPO with the weight 1 and two masks (docs/losses.md)",
+        "kpop": "GRPO or IPO with --importance_correction kpop",
         "gkd": "OPD: on-policy distillation (docs/distillation.md)",
         "sft": "CrossEntropy; `agentrl sft` trains conversations",
     },

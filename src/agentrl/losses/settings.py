@@ -251,7 +251,7 @@ def _check_corrections(settings: LossSettings) -> None:
     flag = "importance_correction"
     names = {correction.name for correction in settings.corrections}
     _require(
-        "seq_tis" not in names or not names & {"tis", "icepop"}, settings, flag,
+        "seq_tis" not in names or not names & {"tis", "icepop", "kpop"}, settings, flag,
         "it weighs by the tokens' ratio and by the trajectory's, which counts the ratio twice",
         "keep one of them; token_mask:low:high drops what icepop drops and weighs nothing",
     )  # fmt: skip
@@ -260,7 +260,7 @@ def _check_corrections(settings: LossSettings) -> None:
         not twice or settings.weighs, settings, flag,
         f"with --old_logprobs behavior the ratio of {settings.loss_calculater} is πθ/μ already, and"
         f" {' and '.join(twice)} would count it twice",
-        "add --old_logprobs recompute; or use icepop, token_mask, seq_mask or seq_kl, which drop",
+        "add --old_logprobs recompute; or use icepop, kpop, token_mask, seq_mask or seq_kl, which drop",
     )  # fmt: skip
     adds_weight = settings.weighs and not settings.loss.contains_weight
     idle = [
@@ -297,7 +297,7 @@ def _is_json(value: Any) -> bool:
 
 
 Flags = Mapping[str, Any]
-_SAME_ZEROS = ("leave_one_out", "grpo", "dr_grpo")
+_SAME_ZEROS = ("leave_one_out", "grpo", "dr_grpo", "maxrl")
 """Estimators that give 0 to the same trajectories."""
 
 

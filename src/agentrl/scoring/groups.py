@@ -198,7 +198,7 @@ _NOISE_OF_SIZE = 1e-9
 _STD_FLOOR = 1e-6
 
 _LARGEST = 4 * LARGEST_SCORE
-"""Largest size of an advantage; the built-in ones are at most the difference of two scores."""
+"""Largest size of an advantage; built-in ones are at most the difference of two scores or a group's size."""
 
 _ADVANTAGES_HINT = "return one finite number for each reward, in the same order"
 
@@ -228,7 +228,7 @@ ESTIMATORS: Registry[AdvantageEstimator] = Registry(
     "advantage estimator", group="agentrl.advantages", flag="--advantage", convert=_estimator
 )
 
-BUILT_IN = frozenset({"leave_one_out", "grpo", "dr_grpo", "reward"})
+BUILT_IN = frozenset({"leave_one_out", "grpo", "dr_grpo", "maxrl", "reward"})
 
 
 def advantage(
@@ -267,6 +267,23 @@ def grpo(rewards: Sequence[float]) -> list[float]:
 def dr_grpo(rewards: Sequence[float]) -> list[float]:
     """Return each reward less the mean (arXiv 2503.20783)."""
     return _centered(rewards)
+
+
+@advantage("maxrl")
+def maxrl(rewards: Sequence[float]) -> list[float]:
+    """Return each reward less the mean, over the mean (arXiv 2602.02710); all 0 if the rewards are.
+
+    The rarer a right answer is, the more it counts: the expected gradient is that of log p, p being the
+    probability of one, expanded to as many terms as the group has rewards. Raises GroupError for a reward
+    below 0.
+    """
+    if (lowest := min(rewards)) < 0:
+        raise GroupError(
+            f"the reward {lowest:g} is below 0, and --advantage maxrl divides by the mean reward",
+            hint="give scores of 0 or more, or use --advantage dr_grpo",
+        )
+    mean = statistics.fmean(rewards)
+    return [difference / mean if mean else 0.0 for difference in _centered(rewards)]
 
 
 @advantage("reward", needs_others=False)

@@ -46,6 +46,8 @@ def test_the_difference_is_absolute_over_all_tokens() -> None:
     ratios = np.exp(np.array([0.0, 0.5, -1.0]))
     assert difference.kl == pytest.approx(np.mean(ratios - 1 - np.log(ratios)))
     assert not difference.within
+    close = ParityDifference.of("local", "varlen", np.array([1e-10]), np.array([0.0]))
+    assert close.kl == pytest.approx(5e-21, rel=1e-5, abs=0)
 
 
 @pytest.mark.parametrize(("mean", "within"), [(MEAN_LIMIT / 2, True), (MEAN_LIMIT, False), (np.nan, False)])

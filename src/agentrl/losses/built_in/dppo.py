@@ -8,7 +8,14 @@ from agentrl.config.flags import flag
 from agentrl.losses.loss import TokenBatch, TokenLosses, bounded_exp, loss
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from agentrl.losses.settings import LossSettings
+
+
+def moved_probability(batch: TokenBatch) -> Tensor:
+    """Return πθ − μ of each token, float32[T], detached: how far its probability is from the sampler's."""
+    return batch.logprobs.detach().float().exp() - batch.behavior_logprobs.float().exp()
 
 
 @loss("DPPO", token_level_loss=True, compares_behavior=True)
@@ -28,7 +35,7 @@ def dppo(
     """
     log_ratio = batch.log_ratio
     ratio = bounded_exp(log_ratio)
-    moved = batch.logprobs.detach().float().exp() - batch.behavior_logprobs.float().exp()
+    moved = moved_probability(batch)
     advantages = batch.advantages
     dropped = ((advantages > 0) & (moved > settings.upper_width)) | (
         (advantages < 0) & (moved < -settings.lower_width)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from token_batches import random_batch, step_loss, three_tokens, token_metrics
@@ -22,7 +24,7 @@ from agentrl.losses.compute import (
     token_losses,
     weigh,
 )
-from agentrl.losses.loss import LOSSES, TokenBatch, TrajectoryMeans
+from agentrl.losses.loss import LOSSES, TokenBatch, TrajectoryMeans, k3
 from agentrl.losses.settings import LossSettings
 
 
@@ -48,7 +50,7 @@ def test_defaults_and_given_bounds() -> None:
     "text",
     [
         "tiss", "tis:x", "seq_kl:0.1:0.2", "seq_tis:none", "seq_kl:-1", "tis:1:2", "icepop:0.5",
-        "seq_mask:2:1", "token_mask:nan:1", "tis,tis", "tis:-1",
+        "seq_mask:2:1", "token_mask:nan:1", "kpop:0.1:0.2", "tis,tis", "tis:-1",
     ],
 )  # fmt: skip
 def test_bad_text_is_refused(text: str) -> None:
@@ -106,6 +108,29 @@ def test_a_limit_of_the_kl_keeps_every_trajectory_below_it_also_next_to_the_poli
     assert divergence(batch, settings).tolist() == pytest.approx(exact, rel=1e-3, abs=1e-22)
     report = token_metrics(batch, token_losses(batch, settings), batch.logprobs).report()
     assert report["kl_k3"] == pytest.approx(sum(exact) / 400, rel=1e-6)
+
+
+def test_kpop_drops_by_the_probability_and_weighs_by_the_ratio() -> None:
+    """A rare token may become several times as likely, a frequent one may not change by a tenth."""
+    behavior = (0.001, 0.5, 0.9, 1.0, 0.0001)
+    now = (0.01, 0.6, 0.99, 0.9999, 0.5)
+    logs = [tuple(math.log(p) for p in each) for each in (now, behavior)]
+    batch = three_tokens(logs[0], (1.0,) * 5, old=logs[0], behavior=logs[1])
+    settings = LossSettings(importance_correction="kpop", old_logprobs="recompute")
+    result = weigh(batch, settings)
+    assert result.masked.tolist() == [False, False, True, False, True]
+    torch.testing.assert_close(result.weight, torch.tensor(now) / torch.tensor(behavior))
+    bypassed = replace(batch, old_logprobs=batch.behavior_logprobs)
+    result = weigh(bypassed, replace(settings, old_logprobs="behavior"))
+    assert result.masked.tolist() == [False, False, True, False, True]
+    assert result.weight.tolist() == [1.0] * 5
+    with pytest.raises(ConfigError, match="counts the ratio twice"):
+        LossSettings(importance_correction="kpop,seq_tis", old_logprobs="recompute")
+    sampled = -3 * torch.rand(400, generator=torch.Generator().manual_seed(0)) - 1e-3
+    for size in (0.0, 1e-7, 1e-5, 1e-3):
+        logs = tuple((sampled * (1 - size)).tolist()), tuple(sampled.tolist())
+        near = three_tokens(logs[0], (1.0,) * 400, old=logs[0], behavior=logs[1])
+        assert not weigh(near, settings).masked.any()
 
 
 def test_minirl_contains_the_ratio_that_a_cap_bounds() -> None:
@@ -363,3 +388,15 @@ def test_no_tokens_report_nothing() -> None:
     batch = replace(random_batch(0), mask=torch.zeros(24, dtype=torch.bool))
     result = token_losses(batch, LossSettings())
     assert token_metrics(batch, result, torch.zeros(24)).report() == {}
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_k3_keeps_its_digits_where_expm1_minus_x_of_float32_has_none(sign: int) -> None:
+    sizes = [sign * 10.0**power for power in range(-10, 1)]
+    found = k3(torch.tensor(sizes, dtype=torch.float64))
+    exact = [sum(Fraction(x) ** n / math.factorial(n) for n in range(2, 30)) for x in sizes]
+    assert found.tolist() == pytest.approx([float(value) for value in exact], rel=1e-5, abs=0)
+    logprobs = torch.tensor(sizes, dtype=torch.float64).requires_grad_()
+    (slope,) = torch.autograd.grad(k3(logprobs).sum(), logprobs)
+    assert slope.tolist() == pytest.approx([math.expm1(x) for x in sizes], rel=1e-5, abs=0)
+    assert torch.equal(k3(np.array(sizes)), found)

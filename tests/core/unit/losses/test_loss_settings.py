@@ -149,7 +149,8 @@ LOSS: Mapping[str, tuple[Any, ...]] = {
     "loss_length_divisor": (5,), "strict_in_bound": (True, False), "epsilon": (0.05, 0.5),
     "epsilon_higher": (0.03, 0.6), "importance_weight_cap_ratio": (1.0, 3.0), "out_of_date_decay": (0.7,),
     "importance_correction": (
-        "tis:1.2", "seq_tis:1.5", "icepop:0.8:1.2", "token_mask:0.8:1.25", "seq_mask:0.9:1.1", "seq_kl:0.05",
+        "tis:1.2", "seq_tis:1.5", "icepop:0.8:1.2", "kpop:0.05", "token_mask:0.8:1.25",
+        "seq_mask:0.9:1.1", "seq_kl:0.05",
     ),
     "old_logprobs": ("recompute", "loglinear"), "kl_coef": (0.3,), "kl_estimator": ("k1", "k2", "k3"),
     "entropy_coef": (0.2,), "distill_coef": (0.4,), "dual_clip": (1.1, math.inf), "ce_grpo_beta_1": (0.5,),
@@ -159,7 +160,7 @@ LOSS: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Other values than the default of each flag of the loss."""
 GROUP: Mapping[str, tuple[Any, ...]] = {
-    "advantage": ("grpo", "dr_grpo", "reward"), "adv_scaling": (3.0, 0.5, 0.0, -1.0),
+    "advantage": ("grpo", "dr_grpo", "maxrl", "reward"), "adv_scaling": (3.0, 0.5, 0.0, -1.0),
     "right_threshold": (0.65,), "clamp_advantage_by_score": (True,), "balance_sample": (True,),
     "drop_zero_advantage": (False,), "minimal_advantage": (0.2,), "min_turns": (3,),
     "efficient_rewarding": (True,), "reserve_context_error_count": (0,), "min_score_spread": (0.5,),

@@ -93,6 +93,24 @@ def test_minirl_weights_by_the_whole_ratio_to_the_behavior_policy(seed: int) -> 
     torch.testing.assert_close(token_gradient(on_mu, numbers), expected)
 
 
+def test_vespo_fades_on_both_sides_of_the_trajectorys_ratio_and_takes_its_own_numbers() -> None:
+    """log W is the sum over the trajectory; φ is 1 at W = 1, and k and λ are chosen by the sign of A."""
+    numbers = settings("VESPO", epsilon=0.2, epsilon_higher=0.0, loss_args='{"k_neg": 5, "lambda_neg": 0.5}')
+    for sign, k, rate in ((1.0, 2.0, 3.0), (-1.0, 5.0, 0.5)):
+        for log_w in (-3.0, 0.0, 0.7, 8.0):
+            batch = three_tokens((log_w / 3,) * 3, (sign,) * 3)
+            phi = math.exp(k * log_w + rate * (1 - math.exp(log_w)))
+            assert token_gradient(batch, numbers).tolist() == pytest.approx([-sign * phi] * 3, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "given", ['{"k_pos": -1}', '{"lambda_neg": 0}', '{"k_neg": Infinity}', '{"lambda_pos": NaN}']
+)
+def test_vespo_refuses_numbers_whose_weight_does_not_fade(given: str) -> None:
+    with pytest.raises(ConfigError, match="needs k of 0 or more and λ above 0"):
+        LossSettings(loss_calculater="VESPO", loss_args=given)
+
+
 def test_cross_entropy_ignores_advantages() -> None:
     batch = random_batch(0, spread=3.0)
     numbers = LossSettings(loss_calculater="CrossEntropy")

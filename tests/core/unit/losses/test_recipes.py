@@ -111,6 +111,7 @@ INTERPOLATED = [w * age / (age + 1) for w, age in zip(LOG_W, STEP.age, strict=Tr
 REST = [rho - old for rho, old in zip(LOG_RHO, INTERPOLATED, strict=True)]
 MEAN_R = [mean(LOG_R, t) for t in TOKENS]
 MEAN_RHO = [mean(LOG_RHO, t) for t in TOKENS]
+MEAN_W = [mean(LOG_W, t) for t in TOKENS]
 PRODUCT_W = [sum(LOG_W[u] for u in row_of(t)) for t in TOKENS]
 GRPO = ppo(LOG_RHO, 0.8, 1.2)
 RECOMPUTED = ppo(LOG_R, 0.8, 1.2)
@@ -138,9 +139,39 @@ def binary_tv(low: float, high: float) -> PerToken:
     return loss
 
 
+def unclipped(t: int) -> float:
+    return -math.exp(LOG_RHO[t]) * A[t]
+
+
+def near(limit: float) -> PerToken:
+    """IPO: 0 for a token whose probability is more than ``limit`` from the sampler's, on either side."""
+    return lambda t: float(abs(math.exp(STEP.logprobs[t]) - math.exp(STEP.behavior[t])) <= limit)
+
+
+def binary_kl(p: float, q: float) -> float:
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def within_binary_kl(limit: float) -> PerToken:
+    """KPop: 0 for a token whose yes or no has a KL above ``limit`` in either direction."""
+
+    def keep(t: int) -> float:
+        p, q = math.exp(STEP.start[t]), math.exp(STEP.behavior[t])
+        return float(binary_kl(p, q) <= limit and binary_kl(q, p) <= limit)
+
+    return keep
+
+
+def gamma_weight(t: int) -> float:
+    """VESPO: φ(W) of the product W of the trajectory's ratios, with φ(1) = 1."""
+    k, rate = (2.0, 3.0) if A[t] >= 0 else (3.0, 2.0)
+    w = math.exp(sum(LOG_RHO[u] for u in row_of(t)))
+    return math.exp(rate) * w**k * math.exp(-rate * w)
+
+
 EXPECTED = {
     "dppo": over_tokens(binary_tv(0.2, 0.2)),
-    "prime-rl": over_tokens(plus(binary_tv(0.2, 0.2), lambda t: LOG_RHO[t] ** 2, 0.001)),
+    "prime-rl-dppo": over_tokens(plus(binary_tv(0.2, 0.2), lambda t: LOG_RHO[t] ** 2, 0.001)),
     "grpo": over_trajectories(GRPO),
     "grpo-kl": over_trajectories(plus(GRPO, k3_to_reference, 0.04)),
     "dapo": over_tokens(ppo(LOG_RHO, 0.8, 1.28)),
@@ -170,6 +201,9 @@ EXPECTED = {
     "trl": over_tokens(times(RECOMPUTED, capped(PRODUCT_W, 3.0))),
     "original-grpo": over_tokens(times(ppo(LOG_RHO, 0.8, 1.3), not_too_far(0.2, 2.2))),
     "original-minirl": MINIRL,
+    "prime-rl": over_tokens(times(unclipped, near(0.3))),
+    "areal-kpop": over_tokens(times(times(RECOMPUTED, capped(LOG_W, math.inf)), within_binary_kl(0.1))),
+    "vespo": over_tokens(reinforce(gamma_weight)),
 }
 
 
@@ -241,3 +275,64 @@ def test_cispo_by_its_name_has_the_papers_gradient() -> None:
         return -(weight * advantages * logprobs).mean()
 
     assert cosine(LossSettings(loss_calculater="CISPO"), theirs) > 1 - 1e-6
+
+
+def test_ipo_by_its_name_has_prime_rls_gradient() -> None:
+    """prime-rl: the ratio to the sampler times A where |πθ − μ| is at most 0.3; IcePop bounds the ratio."""
+    behavior, advantages = torch.tensor(STEP.behavior), torch.tensor(A)
+
+    def ipo(logprobs: torch.Tensor) -> torch.Tensor:
+        is_kept = (logprobs.detach().exp() - behavior.exp()).abs() <= 0.3
+        return -(torch.exp(logprobs - behavior) * advantages)[is_kept].sum() / len(A)
+
+    def icepop(logprobs: torch.Tensor) -> torch.Tensor:
+        ratio = torch.exp(logprobs - behavior)
+        return -(ratio * advantages)[(ratio >= 0.2) & (ratio <= 5.0)].sum() / len(A)
+
+    assert cosine(LossSettings(loss_calculater="IPO"), ipo) > 1 - 1e-6
+    bounded = LossSettings(loss_calculater="IPO", epsilon=1.0, importance_correction="token_mask:0.2:5")
+    assert cosine(bounded, icepop) > 1 - 1e-6
+
+
+def test_vespo_by_its_name_has_the_authors_gradient() -> None:
+    """FloyedShen/VESPO: REINFORCE times exp(λ + k·log W − λ·W), W the product of the sequence's ratios."""
+    behavior, advantages = torch.tensor(STEP.behavior), torch.tensor(A)
+
+    def theirs(logprobs: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(())
+        for row in ROWS:
+            log_w = (logprobs - behavior)[row].sum().detach()
+            k, rate = (2.0, 3.0) if A[row[0]] >= 0 else (3.0, 2.0)
+            phi = torch.exp(rate + k * log_w - rate * log_w.exp())
+            total = total - (phi * advantages[row] * logprobs[row]).sum()
+        return total / len(A)
+
+    assert cosine(LossSettings(loss_calculater="VESPO"), theirs) > 1 - 1e-6
+
+
+def test_mis_po_has_the_papers_gradient() -> None:
+    """Step 3.5 Flash: REINFORCE without a weight, of tokens and trajectories whose ratio is within bounds."""
+    weight, advantages = torch.tensor(LOG_W).exp(), torch.tensor(A)
+
+    def theirs(logprobs: torch.Tensor) -> torch.Tensor:
+        kept = [t for row in ROWS if 0.4 <= weight[row].prod() ** (1 / len(row)) <= 1.1 for t in row]
+        kept = [t for t in kept if 0.5 <= weight[t] <= 2]
+        return -(advantages * logprobs)[kept].sum() / len(A)
+
+    assert cosine(BY_NAME["MIS-PO"].settings, theirs) > 1 - 1e-6
+
+
+def test_kpop_has_areals_gradient() -> None:
+    """AReaL: the decoupled loss without tokens whose Bernoulli KL is above φ in either direction."""
+    start, behavior, advantages = torch.tensor(STEP.start), torch.tensor(STEP.behavior), torch.tensor(A)
+    p, q = torch.distributions.Bernoulli(start.exp()), torch.distributions.Bernoulli(behavior.exp())
+    divergences = [torch.distributions.kl_divergence(*pair) for pair in ((p, q), (q, p))]
+
+    def theirs(logprobs: torch.Tensor) -> torch.Tensor:
+        is_kept = torch.maximum(*divergences) <= 0.1
+        assert 0 < int(is_kept.sum()) < len(A)
+        ratio = torch.exp(logprobs - start)
+        clipped = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.2) * advantages)
+        return (clipped * torch.exp(start - behavior))[is_kept].sum() / len(A)
+
+    assert cosine(BY_NAME["AReaL, KPop"].settings, theirs) > 1 - 1e-6

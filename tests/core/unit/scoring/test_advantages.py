@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentrl.config.training import GroupConfig
 from agentrl.errors import ConfigError, GroupError
 from agentrl.scoring.groups import BUILT_IN, ESTIMATORS, advantage, estimate
 
@@ -37,6 +38,7 @@ def test_the_built_in_estimators_are_known() -> None:
         ("leave_one_out", [1.0, -0.5, -0.5]),
         ("dr_grpo", [2 / 3, -1 / 3, -1 / 3]),
         ("grpo", [1.1547, -0.57735, -0.57735]),
+        ("maxrl", [2.0, -1.0, -1.0]),
         ("reward", [1.0, 0.0, 0.0]),
         (f"{__name__}:doubled", [2.0, 0.0, 0.0]),
     ],
@@ -67,10 +69,23 @@ def test_what_an_estimator_does_wrong_is_an_error_of_its_group(result: list[Any]
         estimate("scripted", [0.0, 1.0])
 
 
+def test_maxrl_weighs_a_right_answer_by_its_rarity_and_takes_no_reward_below_0() -> None:
+    assert estimate("maxrl", [1.0, 0.0, 0.0, 0.0]) == [3.0, -1.0, -1.0, -1.0]
+    assert estimate("maxrl", [1.0, 1.0, 1.0, 0.0]) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1.0])
+    assert estimate("maxrl", [0.0, 0.0]) == [0.0, 0.0]
+    with pytest.raises(GroupError, match=r"reward -0\.5 is below 0") as refused:
+        estimate("maxrl", [1.0, -0.5])
+    assert "scores of 0 or more" in str(refused.value.hint)
+    for flags in ({"overlong_limit": 20, "overlong_buffer": 10}, {"efficient_rewarding": True}):
+        with pytest.raises(ConfigError, match="lower some below 0"):
+            GroupConfig(advantage="maxrl", **flags)
+
+
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 @pytest.mark.parametrize("huge", [1e308, 1e39, 1.1e18, -1e200])
 def test_rewards_that_training_cannot_square_are_refused(name: str, huge: float) -> None:
     with pytest.raises(GroupError, match="is beyond"):
         estimate(name, [huge, 0.0, 0.0, 1.0])
-    values = np.array(estimate(name, [1e18, -1e18, 0.0, 1.0]), np.float32)
+    lowest = 0.0 if name == "maxrl" else -1e18
+    values = np.array(estimate(name, [1e18, lowest, 0.0, 1.0]), np.float32)
     assert np.isfinite(values * values).all()

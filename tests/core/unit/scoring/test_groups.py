@@ -180,7 +180,7 @@ ROUNDED = [0.1 + 0.2 if place % 2 else 0.3 for place in range(10)]
 """Ten equal scores, as sums of floats give them."""
 
 
-@pytest.mark.parametrize("estimator", ["leave_one_out", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("estimator", ["leave_one_out", "grpo", "dr_grpo", "maxrl"])
 def test_rounding_is_no_advantage(estimator: str) -> None:
     flags: dict[str, Any] = {"advantage": estimator, "min_score_spread": 0.0}
     assert len(set(ROUNDED)) == 2
