@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Final
 
@@ -212,8 +212,9 @@ def prompt_of(
     new = list(messages[known:])
     if chain is None:
         return rendered(chat_format, new, tools, shown=one_system(new))
+    history = one_system(chain.messages)
     try:
-        prompt = extended(chat_format, chain, new, tools, shown=one_system(chain.messages))
+        prompt = extended(chat_format, chain, new, tools, shown=history)
     # Let image errors pass: the whole would meet them again. Others may be of the extension alone, and a
     # client may send anything.
     except ImageError:
@@ -222,8 +223,9 @@ def prompt_of(
         prompt = None
     if prompt is not None:
         return prompt
-    whole = [*chain.messages, *new]
-    return rendered(chat_format, whole, tools, shown=one_system(whole), follows=chain.call)
+    drops = chat_format.drops_thought(history, new)
+    whole = rendered(chat_format, [*chain.messages, *new], tools, shown=[*history, *new])
+    return replace(whole, follows=chain.call, drops_thoughts=drops, opens_branch=not drops)
 
 
 def extended(
@@ -237,7 +239,7 @@ def extended(
     """Return the prompt that continues the sampled ids of ``chain`` by ``new`` messages.
 
     ``shown`` are the chain's messages as the template is given them. None where the chat format drops earlier
-    thoughts, so that the prompt must be rendered anew.
+    thoughts, or cannot extend the prompt: it must be rendered anew.
     """
     history = chain.messages if shown is None else shown
     added = chat_format.next_prompt(chain.prompt_ids, chain.output_ids, history, new, tools)
@@ -261,16 +263,14 @@ def rendered(
     tools: ToolSchemas,
     *,
     shown: Sequence[Message] | None = None,
-    follows: str | None = None,
 ) -> Prompt:
     """Return the prompt of a whole conversation, a new branch; ``shown`` are the template's messages."""
     messages = list(messages)
     ids = chat_format.render(messages if shown is None else shown, tools)
     spans = chat_format.locate_images(ids, messages)
     return Prompt(
-        ids=ids, context_ids=ids, messages=messages, new_messages=messages, follows=follows,
-        drops_thoughts=follows is not None, opens_branch=follows is None, encoded=EncodedIds(),
-        images=spans, context_images=spans,
+        ids=ids, context_ids=ids, messages=messages, new_messages=messages, opens_branch=True,
+        encoded=EncodedIds(), images=spans, context_images=spans,
     )  # fmt: skip
 
 
@@ -317,18 +317,97 @@ def digest_after(digest: str, message: Message) -> str:
 
 
 def _canonical(message: Message) -> list[Any]:
-    content = message.get("content") or ""
-    if message["role"] != "assistant":
-        return [message["role"], content]
-    calls = [call["function"] for call in message.get("tool_calls") or ()]
-    return ["assistant", content.strip(), [[call["name"], call.get("arguments") or {}] for call in calls]]
+    content, role = message.get("content") or "", message.get("role")
+    if role != "assistant":
+        return [role, content]
+    functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    calls = [[function.get("name"), function.get("arguments") or {}] for function in functions]
+    return [role, text_of(content).strip(), calls]
+
+
+def change_of(sampled: Message, sent: Message) -> str | None:
+    """Return how an answer that a client sends back differs; None if the model reads the same in both."""
+    (_, text, calls), (_, sent_text, sent_calls) = _canonical(sampled), _canonical(sent)
+    changes = []
+    if text != sent_text:
+        changes.append("with another text" if sent_text else "without its text")
+    # Compare bytes: as values, 1 is True.
+    made, returned = list(map(_dump, calls)), list(map(_dump, sent_calls))
+    if made and not returned:
+        changes.append("without its tool calls")
+    elif sorted(made) != sorted(returned):
+        changes.append("with other tool calls or arguments")
+    elif made != returned:
+        changes.append("with its tool calls in another order")
+    return " and ".join(changes) or None
+
+
+def divergences(calls: Sequence[DispatchedSamplingTask]) -> dict[int, str]:
+    """Return by index why calls of a trajectory are branches: where their requests leave an earlier one.
+
+    A branch begins behind the last answer that its request has unchanged (``parent``, ``follows``). It is
+    compared with the earlier request behind that answer with which it shares most messages.
+    """
+    by_id: dict[str, DispatchedSamplingTask] = {}
+    known: dict[str, int] = {}
+    """Call → messages of its conversation, its answer included."""
+    read: dict[str, DispatchedSamplingTask] = {}
+    """Digest of what a request begins with → the latest such request."""
+    answered: dict[str, DispatchedSamplingTask] = {}
+    """Digest of a whole request → the latest one."""
+    found: dict[int, str] = {}
+    for call in calls:
+        base = call.parent or call.follows
+        before = known.get(base or "", 0)
+        messages = full_messages(call, by_id.get(call.parent or ""))
+        new = messages if call.parent else messages[before:]
+        digests = [f"{call.role} {base}"]
+        for message in new:
+            digests.append(digest_after(digests[-1], message))
+        shared = max((number for number, digest in enumerate(digests) if digest in read), default=None)
+        if shared is not None and not call.is_context_reset:
+            other, answer = read[digests[shared]], answered.get(digests[shared])
+            sent = new[shared] if shared < len(new) else None
+            if base is None and call.tools != other.tools:
+                reason: str | None = f"the tools of the request are not those of turn {other.index + 1}"
+            else:
+                reason = _difference(other, answer, sent, before + shared + 1)
+            if reason is not None:
+                found[call.index] = reason
+        by_id[call.id] = call
+        known[call.id] = before + len(new) + 1
+        read.update(dict.fromkeys(digests, call))
+        answered[digests[-1]] = call
+    return found
+
+
+def _difference(
+    other: DispatchedSamplingTask, answer: DispatchedSamplingTask | None, sent: Message | None, number: int
+) -> str | None:
+    """Return why a request leaves ``other`` at message ``number``, from 1; None if that is no difference.
+
+    ``answer`` is the call that read exactly the messages before it; ``sent`` is None at the request's end.
+    """
+    if answer is not None and sent is not None:
+        turn = answer.index + 1
+        if sent.get("role") != "assistant":
+            return f"the request does not have the answer of turn {turn}"
+        change = change_of(answer.message, sent)
+        return None if change is None else f"the request has the answer of turn {turn} {change}"
+    if sent is not None:
+        return f"message {number} of the request, {sent.get('role')}, is not that of turn {other.index + 1}"
+    if answer is not None:
+        return f"the request is that of turn {answer.index + 1} again"
+    return f"the request ends before that of turn {other.index + 1}"
 
 
 def _dump(value: Sequence[Any]) -> bytes:
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except TypeError:  # a lone surrogate, or an integer of more than 64 bits
-        return json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":")).encode()
+        return json.dumps(
+            value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=str
+        ).encode()
 
 
 _SMALLEST_SHARE = 4

@@ -260,12 +260,13 @@ class ChatFormat:
         """Return the ids between a generation and the next one: prompt, output, *these ids*, next output.
 
         ``history`` ends with the message that ``output_ids`` were parsed into; ``new_messages`` follow it.
-        None if the next prompt drops earlier reasoning and so does not continue this one: render all messages
-        then, as a new branch of the token tree.
+        None if the next prompt drops earlier reasoning and so does not continue this one, or if the renderer
+        cannot extend it: render all messages then, as a new branch of the token tree.
         """
-        if self._drops_a_thought(history, new_messages):
+        if self.drops_thought(history, new_messages):
             return None
         self._check_images(new_messages)
+        new_messages = self._without_dropped(new_messages)
         adapt, count = self.adaptation, len(history)
         # Number calls over the whole conversation: Kimi's ids count them from its beginning.
         whole = adapt.with_ids([*history, *new_messages])
@@ -331,16 +332,23 @@ class ChatFormat:
             images=self.vision.locate(ids.tolist(), adapted),
         )
 
-    def _drops_a_thought(self, history: Sequence[Message], new_messages: Sequence[Message]) -> bool:
+    def drops_thought(self, history: Sequence[Message], new_messages: Sequence[Message]) -> bool:
         """Return whether a thought of the last prompt or output is not in the next prompt.
 
-        Earlier ones were dropped before.
+        Earlier ones were dropped before. Arguments: see ``next_prompt``.
         """
         if self.keeps == "none":
             return _has_thought(history[-1])
         if self.keeps == "all" or not any(message.get("role") == "user" for message in new_messages):
             return False
         return any(_has_thought(message) for message in history[_last_question(history) :])
+
+    def _without_dropped(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return messages without the thoughts that the prompt behind them drops."""
+        if self.keeps == "all":
+            return messages
+        end = len(messages) if self.keeps == "none" else _last_question(messages)
+        return [*map(without_thought, messages[:end]), *messages[end:]]
 
     def _check_images(self, messages: Sequence[Message]) -> None:
         if self.vision is None:
@@ -353,8 +361,7 @@ class ChatFormat:
         """Return messages as the renderer needs them, without thoughts that ``tool_cycle`` drops."""
         self._check_images(messages)
         if self.keeps == "tool_cycle" and self.template_keeps == "all":
-            question = _last_question(messages)
-            messages = [*map(without_thought, messages[:question]), *messages[question:]]
+            messages = self._without_dropped(messages)
         return self.adaptation.apply(self.adaptation.with_ids(messages))
 
 

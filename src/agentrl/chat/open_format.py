@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -274,12 +275,7 @@ class FamilyRenderer(Renderer):
     def render(
         self, messages: Sequence[Message], tools: ToolSchemas | None, *, add_generation_prompt: bool = True
     ) -> list[int]:
-        protected, schemas = self._protected(messages, tools)
-        with self._naming(messages):
-            rendered = self._renderer.render(
-                protected, tools=schemas, add_generation_prompt=add_generation_prompt
-            )
-        return list(rendered.token_ids)
+        return self._rendered(self._renderer, messages, tools, add_generation_prompt=add_generation_prompt)
 
     def extend(
         self,
@@ -289,15 +285,39 @@ class FamilyRenderer(Renderer):
         new_messages: Sequence[Message],
         tools: ToolSchemas | None,
     ) -> list[int] | None:
+        # The package extends prompts up to an answer of the assistant, which a client may send changed.
+        first = list(takewhile(lambda message: message["role"] != "assistant", new_messages))
         before = [*prompt_ids, *output_ids]
-        added, schemas = self._protected(new_messages, tools)
-        with self._naming(new_messages):
+        added, schemas = self._protected(first, tools)
+        with self._naming(first):
             extended = self._extender.bridge_to_next_turn(
                 list(prompt_ids), list(output_ids), added, tools=schemas
             )
         if extended is None or list(extended.token_ids[: len(before)]) != before:
             return None
-        return list(extended.token_ids[len(before) :])
+        ids = list(extended.token_ids[len(before) :])
+        if len(first) == len(new_messages):
+            return ids
+        # Go on as the rendered conversation does where it leaves the one that ends before that answer.
+        asked, whole = (
+            self._rendered(self._extender, [*history, *new], tools) for new in (first, new_messages)
+        )
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, whole, strict=False)))
+        left = len(ids) - len(asked[shared:])
+        return [*ids[:left], *whole[shared:]] if left >= 0 and ids[left:] == asked[shared:] else None
+
+    def _rendered(
+        self,
+        renderer: Any,
+        messages: Sequence[Message],
+        tools: ToolSchemas | None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        protected, schemas = self._protected(messages, tools)
+        with self._naming(messages):
+            rendered = renderer.render(protected, tools=schemas, add_generation_prompt=add_generation_prompt)
+        return list(rendered.token_ids)
 
     def parse(
         self, output_ids: Sequence[int], tools: ToolSchemas, prompt_ids: Sequence[int] = ()

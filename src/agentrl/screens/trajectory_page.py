@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
+from agentrl.calls.prompts import divergences
 from agentrl.columns.pool import host_of
 from agentrl.data.finalize_group import describe_share, mask_reason, why_untrained
 from agentrl.documents.document import now
@@ -138,7 +139,7 @@ class TurnView:
     call: DispatchedSamplingTask
     number: int
     begins: str | None
-    """Why its prompt continues no other: a new context, a new branch; None if it continues one."""
+    """Why it begins a context or a branch; None if it goes on with one."""
     continues: int | None
     """The number of the turn that it continues, if that is not the one before."""
     messages: Sequence[MessageView]
@@ -190,9 +191,10 @@ def turns_of(
 ) -> list[TurnView]:
     """Return the turns of ``calls``, in their order; ``all_calls`` has their parents."""
     by_id = {call.id: call for call in all_calls}
-    given = _given(all_calls)
+    given, left = _given(all_calls), divergences(all_calls)
     return [
-        _turn_view(record, call, by_id.get(call.parent) if call.parent else None, given) for call in calls
+        _turn_view(record, call, by_id.get(call.parent) if call.parent else None, given, left.get(call.index))
+        for call in calls
     ]
 
 
@@ -207,13 +209,14 @@ def _turn_view(
     call: DispatchedSamplingTask,
     parent: DispatchedSamplingTask | None,
     given: Sequence[Mapping[str, Any]],
+    divergence: str | None,
 ) -> TurnView:
     continues = _turn_of(call.parent or call.follows)
     thought, text = (content_text(call.response.get(key)) for key in ("reasoning_content", "content"))
     return TurnView(
         call=call,
         number=call.index + 1,
-        begins=beginning_of(call),
+        begins=beginning_of(call, divergence),
         continues=None if continues == call.index else continues,
         messages=list(_messages(call, parent, given)),
         thought=shown(thought) if thought.strip() else None,
@@ -377,15 +380,24 @@ def _text(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
-def beginning_of(call: DispatchedSamplingTask) -> str | None:
-    """Return why the prompt of a call continues no other; None if it does, or is the trajectory's first."""
-    if call.index == 0 or call.parent is not None:
+def beginning_of(call: DispatchedSamplingTask, divergence: str | None) -> str | None:
+    """Return why a call begins a context or a branch; None if it does not, or is the trajectory's first.
+
+    ``divergence``: see ``divergences``.
+    """
+    if call.index == 0:
         return None
+    if call.parent is not None:
+        return None if divergence is None else f"a new branch: {divergence}"
     if call.drops_thoughts:
-        return "earlier thoughts are dropped: this is the whole new prompt"
-    if call.opens_branch:
-        return "a new branch: this is the whole prompt"
-    return "the context was reset: this is the whole new prompt"
+        begins = "earlier thoughts are dropped: this is the whole new prompt"
+    elif call.follows is not None:
+        begins = "the chat format cannot go on from the sampled tokens: this is the whole new prompt"
+    elif call.opens_branch:
+        begins = "a new branch: this is the whole prompt"
+    else:
+        begins = "the context was reset: this is the whole new prompt"
+    return begins if divergence is None else f"{begins}; {divergence}"
 
 
 def tool_note(execution: ToolExecution) -> str | None:
@@ -406,7 +418,7 @@ class ContextView:
 
     calls: Sequence[DispatchedSamplingTask]
     begins: str | None
-    """Why it continues no other; None for the first one and for one that branches off."""
+    """Why it begins; None for the first one, and where nothing is known of one that branches off."""
     branches_off: int | None
     """The number of the turn that it branches off from."""
 
@@ -422,8 +434,13 @@ def contexts_of(calls: Sequence[DispatchedSamplingTask]) -> list[ContextView]:
             chains.append(chain)
         chain.append(call)
         ends[call.id] = chain
+    left = divergences(calls)
     return [
-        ContextView(calls=chain, begins=beginning_of(chain[0]), branches_off=_turn_of(chain[0].parent))
+        ContextView(
+            calls=chain,
+            begins=beginning_of(chain[0], left.get(chain[0].index)),
+            branches_off=_turn_of(chain[0].parent),
+        )
         for chain in chains
     ]
 
@@ -517,8 +534,10 @@ def render_trajectory(trajectory: WholeTrajectory) -> RenderableType:
     parts: list[RenderableType] = [_header(record, calls, trajectory.trained_at_steps)]
     parts += _owners(record)
     parts += _branches(record, calls)
+    left = divergences(calls)
     for call in calls:
-        parts += _turn(call, by_id.get(call.parent) if call.parent else None, _call_notes(call, record))
+        parent, begins = by_id.get(call.parent or ""), beginning_of(call, left.get(call.index))
+        parts += _turn(call, parent, begins, _call_notes(call, record))
     if record.harness is not None:
         parts += _harness(record.harness)
     parts += _ending(record, calls)
@@ -562,7 +581,7 @@ def _seconds(begin: datetime | None, end: datetime | None) -> float | None:
 
 
 def _turn(
-    call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None, notes: str
+    call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None, begins: str | None, notes: str
 ) -> Iterator[RenderableType]:
     spans = ", ".join(
         str(span.version) if len(call.versions) == 1 else f"{span.version} [{span.start}, {span.end})"
@@ -583,8 +602,8 @@ def _turn(
     if call.status is not CallStatus.COMPLETED:
         title += f" · {call.status}"
     yield Rule(plain(title + notes), align="left", style="dim")
-    if (beginning := beginning_of(call)) is not None:
-        yield Text(beginning, style="dim italic")
+    if begins is not None:
+        yield plain(begins, "dim italic")
     for message in strip_tool_results(call.messages, parent.tool_executions if parent else ()):
         if "execution" not in message:
             yield from _message(message)

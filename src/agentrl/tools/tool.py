@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from agentrl.base.concurrency import Threads, task_group, time_limit
 from agentrl.base.user_code import contain
+from agentrl.chat.parsers.arguments import unknown_tool
 from agentrl.documents.document import now, replace_surrogates
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import Condensed, ToolExecution, read_arguments
@@ -377,6 +378,8 @@ class ToolSession:
         self._condense = condense
         self._slots = asyncio.Semaphore(max_parallel)
         self._call_rewards: dict[str, list[float]] = {}
+        self._listed: set[str] = set()
+        """The names that were ever offered."""
         own = sessions.get(ENVIRONMENT)
         self._files = own if isinstance(own, KeepsFiles) and own.keeps_files else None
 
@@ -401,6 +404,7 @@ class ToolSession:
             for server, session in self._sessions.items()
             for schema in await session.list()
         ]
+        self._listed.update(map(schema_name, offered))
         return sorted(offered, key=schema_name)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
@@ -410,7 +414,11 @@ class ToolSession:
         """
         target = await self._target(name)
         if target is None:
-            text = f"there is no tool {name} any more: its server no longer lists it"
+            text = (
+                f"there is no tool {name} any more: its server no longer lists it"
+                if name in self._listed
+                else unknown_tool(name, await self.list())
+            )
             return ToolResult(text=text, error=True, seconds=0.0, server="")
         server, tool = target
         reply, seconds = await self._reply(server, tool, arguments)

@@ -349,6 +349,8 @@ async def test_tools_that_change_are_named_to_the_model_and_can_be_called(tmp_pa
             assert "no longer clear" in changed.text
             assert {schema_name(schema) for schema in await tools.list()} == names - {"clear"} | {"extra"}
             assert (await tools.call("extra", {})).text == "extra done"
+            never = await tools.call("extras", {})
+            assert never.text.startswith("there is no tool named 'extras'; did you mean 'extra'? ")
             gone = await tools.call("clear", {})
             assert (gone.text, gone.error) == (
                 "there is no tool clear any more: its server no longer lists it",

@@ -308,6 +308,31 @@ def test_a_trajectory_of_a_client_shows_branches_roles_and_rewards() -> None:
     assert page.count("role critic") == 2, "once in the title of its turn, and in the list of branches"
 
 
+def test_a_branch_names_what_its_request_changed() -> None:
+    question, told = {"role": "user", "content": "2 + 2?"}, {"role": "tool", "content": "4"}
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
+    spoken = {"content": "I add.", "tool_calls": called["tool_calls"]}
+    first = documents.call(0, messages=(question,), response=spoken, tool_executions=())
+    more = (called, told)
+    changed = "the request has the answer of turn 1 without its text"
+    for begins, place in (
+        ("a new branch: this is the whole prompt", {"messages": (question, *more), "opens_branch": True}),
+        ("earlier thoughts are dropped: this is the whole new prompt",
+         {"messages": (question, *more), "drops_thoughts": True}),
+    ):  # fmt: skip
+        branch = documents.call(1, parent=None, **place)
+        assert f"{begins}; {changed}" in " ".join(page_of(documents.record(), first, branch).split())
+        assert contexts_of([first, branch])[1].begins == f"{begins}; {changed}"
+    said = documents.call(1, parent=first.id, messages=(told,), response=spoken, tool_executions=())
+    behind = documents.call(2, parent=first.id, messages=(told, called, told))
+    branch = "a new branch: the request has the answer of turn 2 without its text"
+    assert branch in page_of(documents.record(), first, said, behind)
+    turns = turns_of(RECORD, [behind], [first, said, behind])
+    assert (turns[0].begins, turns[0].continues) == (branch, 1)
+    anew = documents.call(2, parent=None, follows=said.id, opens_branch=True, messages=())
+    assert "cannot go on from the sampled tokens" in page_of(documents.record(), first, said, anew)
+
+
 def test_a_condensed_result_says_by_whom() -> None:
     first, *rest = documents.two_turns()
     asked = BrowseCall(model="a", reply="short", seconds=0.5)

@@ -304,7 +304,7 @@ def validate_call(call: ToolCall, tools: Tools) -> str | None:
     """
     parameters = parameters_of(call.name, tools)
     if parameters is None:
-        return _unknown_tool(call.name, tools)
+        return unknown_tool(call.name, tools)
     try:
         problem = _check(json.dumps(parameters, default=str))(call.arguments)
     except (RecursionError, ValueError):  # a schema that is too deep, or in Python contains itself
@@ -370,7 +370,8 @@ def _check(parameters: str) -> Check:
     return check
 
 
-def _unknown_tool(name: str, tools: Tools) -> str:
+def unknown_tool(name: str, tools: Tools) -> str:
+    """Return that there is no tool ``name``, which one is near, and which there are."""
     names = tool_names(tools)
     if not names:
         return f"there is no tool named {name!r}; no tools are offered"

@@ -14,6 +14,7 @@ from trajectories import ADD, Trajectory, converted, trained
 from waiting import cancel
 
 from agentrl.calls import trajectory_calls
+from agentrl.calls.prompts import change_of, divergences, prefix_digests
 from agentrl.calls.trajectory_calls import CallWriter
 from agentrl.calls.turns import Turn
 from agentrl.chat.chat_format import Message
@@ -275,3 +276,64 @@ async def test_the_two_ways_to_call_do_not_mix_and_limits_end_the_trajectory() -
 
     trajectory = Trajectory("x", max_prompt_tokens=200, prompt_reserve_tokens=10)
     assert (await trajectory.run(long)).stop_reason is StopReason.LENGTH_LIMIT
+
+
+FIRST = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+SECOND = {"id": "b", "type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
+CALLED: Message = {"role": "assistant", "content": "I add.", "tool_calls": [FIRST, SECOND]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "how"),
+    [
+        ({"content": ""}, "without its text"),
+        ({"content": None}, "without its text"),
+        ({"content": "I  add."}, "with another text"),
+        ({"tool_calls": [SECOND, FIRST]}, "with its tool calls in another order"),
+        ({"tool_calls": [FIRST]}, "with other tool calls or arguments"),
+        ({"content": None, "tool_calls": []}, "without its text and without its tool calls"),
+        ({"content": "\n I add. "}, None),
+        ({"tool_calls": [{**FIRST, "id": ""}, {"function": SECOND["function"]}]}, None),
+        ({"tool_calls": [{"function": {"arguments": {"b": 2, "a": 1}, "name": "add"}}, SECOND]}, None),
+        ({"reasoning_content": "hm", "name": "x"}, None),
+    ],
+)
+def test_what_a_client_changed_in_an_answer_is_named(changed: dict[str, Any], how: str | None) -> None:
+    sent = {**CALLED, **changed}
+    assert change_of(CALLED, sent) == how
+    continues = prefix_digests([CALLED], [])[-1] == prefix_digests([sent], [])[-1]
+    assert continues is (how is None)
+
+
+async def test_a_request_with_a_changed_answer_branches_off_behind_the_last_unchanged_one() -> None:
+    async def agent(rollout: Rollout) -> Outcome:
+        talk = rollout.first_messages
+        first, _ = await rollout.complete(talk)
+        talk = [*talk, first, user("sure?")]
+        second, _ = await rollout.complete(talk)
+        talk = [*talk, {**second, "content": ""}, user("so?")]
+        third, _ = await rollout.complete(talk)  # a branch
+        await rollout.complete([*talk, third, user("and?")])  # continues it
+        await rollout.complete([*talk, {**third, "content": "No."}, user("and?")])
+        await rollout.complete(talk)
+        await rollout.complete([*rollout.first_messages, first, user("really?")])
+        await rollout.complete([user("summary")])
+        await rollout.complete([user("summary")], rollout.schemas)
+        return Outcome(StopReason.ANSWERED, "3", 1.0)
+
+    trajectory = Trajectory(f"One. {ADD}", f"Two. {ADD}", "3", "4", "5", "6", "7", "8", "9")
+    await trajectory.run(agent)
+    calls = sorted(trajectory.calls, key=lambda call: call.index)
+    parents = [call.parent and int(call.parent.rpartition("/")[2]) for call in calls]
+    assert parents == [None, 0, 0, 2, 0, 0, 0, None, None]
+    assert divergences(calls) == {
+        2: "the request has the answer of turn 2 without its text",
+        4: "the request has the answer of turn 3 with another text",
+        5: "the request is that of turn 3 again",
+        6: "message 3 of the request, user, is not that of turn 6",
+        7: "message 1 of the request, user, is not that of turn 1",
+        8: "the tools of the request are not those of turn 8",
+    }
+    prompts, outputs = trajectory.engine.prompts, trajectory.engine.outputs
+    for number in (2, 4, 5, 6):
+        assert prompts[number][: len(prompts[0]) + len(outputs[0])] == [*prompts[0], *outputs[0]]

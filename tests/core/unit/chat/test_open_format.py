@@ -51,6 +51,20 @@ def test_every_result_stands_in_the_next_prompt_once_and_under_its_name(tmp_path
     assert prompts[-1].count("danube") == 1
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_answer_that_a_client_changed_is_rendered_behind_the_sampled_ids(
+    tmp_path: Path, name: str
+) -> None:
+    chat_format = of_family(tmp_path, name)
+    spoken = list(map(without_thought, CONVERSATION))
+    before, output = generated(chat_format, spoken[:6], TOOLS)
+    added = chat_format.next_prompt(before, output, spoken[:6], spoken[6:11], TOOLS)
+    assert added is not None
+    assert chat_format.render(spoken[:11], TOOLS)[-len(added) :] == added
+    if chat_format.keeps != "all":  # the question behind it drops its thought
+        assert added == chat_format.next_prompt(before, output, spoken[:6], CONVERSATION[6:11], TOOLS)
+
+
 def test_a_result_without_a_call_reaches_gemma(tmp_path: Path) -> None:
     chat_format = of_family(tmp_path, "gemma4")
     conversation = Conversation(chat_format, CONVERSATION[:2], TOOLS)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
 from agentrl.chat.parsers.parser import get_parser
-from agentrl.tools.tool import Schema, ToolNames, function_schema
+from agentrl.tools.tool import Reply, Schema, ServerSession, ToolNames, ToolSession, function_schema
 
 FORMS = {
     "hermes": '<tool_call>{{"name": "{}", "arguments": {{"q": "x"}}}}</tool_call>',
@@ -71,3 +73,27 @@ def test_a_tool_that_is_added_later_takes_no_other_tools_name() -> None:
     late = names.offered("b", "search")
     assert late.startswith("search_")
     assert (names.offered("a", "search"), names.offered("b", "search")) == ("search", late)
+
+
+class Changing(ServerSession):
+    """A server whose tools may change."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    async def list(self) -> Sequence[Schema]:
+        return [tool(name) for name in self.names]
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
+        raise AssertionError(tool)
+
+
+async def test_a_tool_that_never_was_is_told_from_one_that_is_gone() -> None:
+    server = Changing("search", "fetch")
+    async with ToolSession({"s": server}, ToolNames({}), max_chars=99, max_parallel=1) as tools:
+        text = "there is no tool named 'serch'; did you mean 'search'? The tools are: fetch, search"
+        assert (await tools.call("serch", {})).text == text
+        server.names = ("fetch",)
+        gone = await tools.call("search", {})
+        assert gone.text == "there is no tool search any more: its server no longer lists it"
+        assert gone.error
