@@ -319,7 +319,11 @@ def test_mis_po_has_the_papers_gradient() -> None:
         kept = [t for t in kept if 0.5 <= weight[t] <= 2]
         return -(advantages * logprobs)[kept].sum() / len(A)
 
-    assert cosine(BY_NAME["MIS-PO"].settings, theirs) > 1 - 1e-6
+    flags = LossSettings(
+        loss_calculater="CISPO", epsilon=0.0, epsilon_higher=0.0, old_logprobs="recompute",
+        importance_correction="token_mask:0.5:2,seq_mask:0.4:1.1",
+    )  # fmt: skip
+    assert cosine(flags, theirs) > 1 - 1e-6
 
 
 def test_kpop_has_areals_gradient() -> None:
@@ -335,4 +339,4 @@ def test_kpop_has_areals_gradient() -> None:
         clipped = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.2) * advantages)
         return (clipped * torch.exp(start - behavior))[is_kept].sum() / len(A)
 
-    assert cosine(BY_NAME["AReaL, KPop"].settings, theirs) > 1 - 1e-6
+    assert cosine(LossSettings.of(CONFIGS["areal-kpop"][LossConfig]), theirs) > 1 - 1e-6
