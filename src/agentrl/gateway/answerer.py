@@ -222,7 +222,8 @@ class RequestPrompts:
                 raise ContextFullError(
                     f"the next prompt has at least {fewest:,} tokens, and --max_prompt_tokens is {limit:,}"
                 )
-        if chain is None or self.chat_format.keeps != "all":
+        changes_answer = any(message["role"] == "assistant" for message in unread)
+        if chain is None or changes_answer or self.chat_format.keeps != "all":
             size = request.size  # the whole conversation may be tokenized
         prompt = await aside(size > LARGE_TEXT, prompt_of, self.chat_format, chain, known, messages, tools)
         return replace(prompt, digest=digests[-1])

@@ -2,6 +2,9 @@
 
 The engine samples. The trainer computes the logprobs of the sampled tokens with its own forest and logprob
 code, once per attention executor. The exit code is 1 when the mean of |Δlogprob| reaches the limit anywhere.
+
+The engine is also compared with itself: are its logprobs those of a request alone, however many others run?
+Only then could the two be equal to the last bit: https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
 """
 
 from __future__ import annotations
@@ -20,14 +23,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 
 from agentrl.config.flags import Flags, flag
 from agentrl.config.load import CommandParser, group_of
 from agentrl.config.schema import EngineConfig, MemoryConfig, ModelConfig
 from agentrl.errors import ConfigError, EngineError
 from agentrl.observe.logging import quiet_transformers
-from agentrl.observe.terminal import print_json, stdout_console, table
+from agentrl.observe.terminal import plain, print_json, stdout_console, table
 from agentrl.weights.folder import base_folder
 
 if TYPE_CHECKING:
@@ -61,6 +64,8 @@ class ParityDifference:
     """What the mean must stay below."""
     routing: Literal["", "own", "replayed"] = ""
     """Of a mixture: the trainer's own choice of experts, or the engine's, replayed as in training."""
+    batch_max: float | None = None
+    """The engine against itself, in nats: see ``batch_spread``."""
 
     @classmethod
     def of(
@@ -88,7 +93,7 @@ class ParityDifference:
 
 
 def render(differences: Sequence[ParityDifference], model: str) -> RenderableType:
-    """Return a table with a row per difference; there is one at least."""
+    """Return a table with a row per difference, of which there is one at least, and a line per engine."""
     rows = [
         [
             item.engine, f"{item.executor}, {item.routing} routing" if item.routing else item.executor,
@@ -107,9 +112,23 @@ def render(differences: Sequence[ParityDifference], model: str) -> RenderableTyp
         "KL(μ‖π)",
         f"mean < {differences[0].limit:g}",
     ]
-    return table(f"|Δlogprob| between trainer and engine, {model}", columns, rows, text=2)
+    spreads = {item.engine: item.batch_max for item in differences}
+    return Group(
+        table(f"|Δlogprob| between trainer and engine, {model}", columns, rows, text=2),
+        *(
+            plain(
+                f"{engine}, batch-invariant over 1…{MAX_BATCH}: "
+                + ("yes" if spread == 0 else f"no, |Δlogprob| up to {spread:.2e}")
+            )
+            for engine, spread in spreads.items()
+            if spread is not None
+        ),
+    )
 
 
+MAX_BATCH = 64
+"""Requests of the largest batch in which an engine is compared with itself."""
+_BATCH_TOKENS = 8
 _GENERATE_SECONDS = 600.0
 _QUESTIONS = (
     "What is 17 times 23?",
@@ -201,16 +220,53 @@ async def _compare(model: ModelConfig, flags: ParityFlags, config: EngineConfig)
     )  # fmt: skip
     replay = build_replay(model, MemoryConfig(), policy)
     experts = None if replay is None else replay.shape
-    prompts = encode_prompts(policy, flags.prompts)
+    prompts = encode_prompts(policy, max(flags.prompts, MAX_BATCH))
     differences = []
     for name in _engines(flags):
-        served = dataclasses.replace(config, engine=name)  # type: ignore[arg-type]
+        served = dataclasses.replace(
+            config,
+            engine=name,  # type: ignore[arg-type]
+            max_running_requests=MAX_BATCH,
+        )
         async with _engine(model, flags.url, served, experts) as client:
-            samples = await _sample(client, prompts, params)
-        differences += await asyncio.to_thread(
+            samples = await _sample(client, prompts[: flags.prompts], params)
+            spread = await batch_spread(client, prompts[:MAX_BATCH])
+        compared = await asyncio.to_thread(
             compare_samples, name, policy, samples, flags.temperature, limit, experts
         )
+        differences += [dataclasses.replace(each, batch_max=spread) for each in compared]
     return differences
+
+
+async def batch_spread(client: EngineClient, prompts: Sequence[tuple[int, ...]]) -> float:
+    """Return by how much the logprob of a token depends on how many requests run with its own, in nats.
+
+    The first 1, 2, 4 … of ``prompts`` run at once, by greedy sampling; each one's logprobs are compared with
+    those in its smallest batch. A batch of all comes before and fills the cache: a prefix that is computed
+    may differ from one that is read.
+    """
+    from agentrl.documents.sampling import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_new_tokens=_BATCH_TOKENS)
+    sizes = [len(prompts), *(2**power for power in range(len(prompts).bit_length()))]
+    smallest: dict[int, Generation] = {}
+    spread = 0.0
+    for number, size in enumerate(sizes):
+        made: list[Generation] = await asyncio.gather(
+            *(
+                client.generate(ids, params, f"batch-{number}-{place:06d}-")
+                for place, ids in enumerate(prompts[:size])
+            )
+        )
+        for place, generation in enumerate(made) if number else ():
+            alone = smallest.setdefault(place, generation)
+            for ours, theirs, *logprobs in zip(
+                alone.output_ids, generation.output_ids, alone.logprobs, generation.logprobs, strict=False
+            ):
+                spread = max(spread, abs(logprobs[0] - logprobs[1]))
+                if ours != theirs:
+                    break  # what follows another token is another prompt's
+    return spread
 
 
 def encode_prompts(policy: Policy, count: int) -> list[tuple[int, ...]]:

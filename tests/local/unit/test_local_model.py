@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from local_engine import cpu_model, next_logits
+from local_engine import cpu_model, next_logits, request_of, work_off
 from safetensors.torch import load_file
 from tiny_policy import write_tiny_policy
 
 from agentrl.errors import ModelError
 from agentrl.local.engine import model
 from agentrl.local.engine.__main__ import run_local_server
+from agentrl.local.engine.scheduler import GenerationRequest, Scheduler
 
 # The check runs again with the weights as they are after loading.
 LOAD = """
@@ -133,3 +134,29 @@ def test_weights_that_do_not_fit_are_refused(folder: Path, broken: str) -> None:
     with pytest.raises(ModelError, match=r"up_proj|cannot be loaded"):
         served.updated_from(weights)
     assert torch.equal(logits(served), before)
+
+
+def sampled(served: model.LocalModel, *numbers: int) -> dict[str, tuple[list[int], list[float]]]:
+    """Sample five tokens of each request at once; return ids and logprobs by request."""
+    ended: list[GenerationRequest] = []
+    cache = served.new_cache(8192)
+    # One chunk for each prompt, whatever else runs: attention over more rows may be another kernel.
+    scheduler = Scheduler(served, cache, version="0", max_running=64, chunk_tokens=8192)
+    for number in numbers:
+        prompt = [5 + number, *range(7, 12 + number % 9)]
+        scheduler.submit(request_of(prompt, 5, ended.append, seed=number))
+    work_off(scheduler)
+    return {request.rid: (request.output_ids, request.logprobs) for request in ended}
+
+
+def test_a_request_has_the_same_logprobs_however_many_run_beside_it(folder: Path) -> None:
+    served = cpu_model(folder, torch.float32)
+    alone = {rid: found for number in range(8) for rid, found in sampled(served, number).items()}
+    for size in (2, 7, 17, 64):
+        together = sampled(served, *range(size))
+        for rid, (ids, logprobs) in alone.items():
+            if rid in together:
+                assert together[rid][0] == ids
+                # Other CPUs may choose a kernel by the number of rows.
+                near = 0.0 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1e-5
+                assert np.abs(np.subtract(together[rid][1], logprobs)).max() <= near

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,14 +16,17 @@ import pytest
 from rich.console import Console
 
 from agentrl.config.schema import EngineConfig, ModelConfig
+from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ConfigError, EngineError
 from agentrl.inference.engines import commands
 from agentrl.inference.engines.commands import EngineCommand
 from agentrl.local import parity
 from agentrl.local.parity import (
     BFLOAT16_LIMIT,
+    MAX_BATCH,
     MEAN_LIMIT,
     ParityDifference,
+    batch_spread,
     encode_prompts,
     render,
     started_engine,
@@ -74,6 +79,39 @@ def test_a_mixture_has_a_row_without_and_with_replayed_routing() -> None:
     Console(file=out, width=120).print(render(rows, "folder"))
     assert "varlen, own routing" in out.getvalue()
     assert "varlen, replayed routing" in out.getvalue()
+
+
+class _Engine:
+    """Samples 7, 7, 7 …; with ``error`` the logprobs of more than two requests at once differ by it."""
+
+    def __init__(self, error: float, other: int = 7) -> None:
+        self.error, self.other = error, other
+        self.running = self.largest = 0
+
+    async def generate(self, ids: tuple[int, ...], params: SamplingParams, rid: str) -> Any:
+        self.running += 1
+        await asyncio.sleep(0)
+        is_alone = self.running <= 2
+        self.largest = max(self.largest, self.running)
+        await asyncio.sleep(0)
+        self.running -= 1
+        shift = 0.0 if is_alone else self.error
+        output = (7, 7 if is_alone else self.other, 7)
+        return SimpleNamespace(output_ids=output, logprobs=(-1.0, -1.0 - shift, -2.0 - 8 * shift))
+
+
+@pytest.mark.parametrize(("error", "other", "spread"), [(0.0, 7, 0.0), (0.25, 7, 2.0), (0.25, 9, 0.25)])
+async def test_an_engine_is_compared_with_itself_in_batches_of_other_sizes(
+    error: float, other: int, spread: float
+) -> None:
+    engine: Any = _Engine(error, other)
+    assert await batch_spread(engine, [(number,) for number in range(MAX_BATCH)]) == spread
+    assert engine.largest == MAX_BATCH
+    difference = ParityDifference.of("e", "x", np.zeros(1), np.zeros(1))
+    out = io.StringIO()
+    Console(file=out, width=120).print(render([dataclasses.replace(difference, batch_max=spread)], "folder"))
+    line = "yes" if spread == 0 else f"no, |Δlogprob| up to {spread:.2e}"
+    assert f"e, batch-invariant over 1…64: {line}\n" in out.getvalue()
 
 
 class _Tokenizer:
