@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 from agentrl.base.concurrency import end_tasks
 from agentrl.calls.journal import Journal, as_text, began
-from agentrl.calls.prompts import Budget, Chain, Prompt, answered_prefixes, prefix_digests, prompt_of
+from agentrl.calls.prompts import Budget, Chain, Prompt, prompt_of
 from agentrl.calls.trace import end_model_call, model_call_span
 from agentrl.calls.turns import Tools, Turn, call_id_of, execute, images_of, message_of, parse
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers.arguments import validate_call
 from agentrl.chat.parsers.parser import ToolCall
 from agentrl.config.schema import AgentConfig
+from agentrl.documents.conversation import answered_prefixes, prefix_digests
 from agentrl.documents.document import now, plain, sanitize_bson
 from agentrl.documents.model_call import (
     STEP,

@@ -23,11 +23,8 @@ from agentrl.calls.prompts import (
     Budget,
     Chain,
     Prompt,
-    answered_prefixes,
     chain_of,
     continued,
-    digest_after,
-    prefix_digests,
     prompt_of,
 )
 from agentrl.calls.trace import end_model_call, gateway_call_span
@@ -42,6 +39,7 @@ from agentrl.chat.parsers.parser import (
     load_json,
 )
 from agentrl.config.schema import AgentConfig
+from agentrl.documents.conversation import answered_prefixes, digest_after, prefix_digests
 from agentrl.documents.document import replace_surrogates
 from agentrl.documents.images import Image, has_images, image_of_url, text_of
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_ids

@@ -13,9 +13,9 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from agentrl.calls.prompts import divergences
 from agentrl.columns.pool import host_of
 from agentrl.data.finalize_group import describe_share, mask_reason, why_untrained
+from agentrl.documents.conversation import divergences
 from agentrl.documents.document import now
 from agentrl.documents.images import ImageRef, image_refs, text_of
 from agentrl.documents.model_call import (

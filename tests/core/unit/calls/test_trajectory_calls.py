@@ -14,10 +14,10 @@ from trajectories import ADD, Trajectory, converted, trained
 from waiting import cancel
 
 from agentrl.calls import trajectory_calls
-from agentrl.calls.prompts import change_of, divergences, prefix_digests
 from agentrl.calls.trajectory_calls import CallWriter
 from agentrl.calls.turns import Turn
 from agentrl.chat.chat_format import Message
+from agentrl.documents.conversation import change_of, divergences, prefix_digests
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.status import CallStatus, StopReason
 from agentrl.documents.task import Claim, Task

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from model_calls import model_call
 
-from agentrl.calls.prompts import prefix_digests
+from agentrl.documents.conversation import prefix_digests
 from agentrl.gateway.replay import dropped_calls, request_key, without_volatile
 from agentrl.gateway.request import GatewayRequest
 

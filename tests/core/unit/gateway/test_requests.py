@@ -14,9 +14,10 @@ from pydantic import ValidationError
 from rollout_fakes import MemoryImages
 from tiny_vision import drawn, save_vision_model
 
-from agentrl.calls.prompts import Chain, prefix_digests, prompt_of
+from agentrl.calls.prompts import Chain, prompt_of
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import ModelConfig
+from agentrl.documents.conversation import prefix_digests
 from agentrl.documents.images import image_of_bytes, image_refs
 from agentrl.gateway import answerer, feedback
 from agentrl.gateway.answerer import Chains, store_images
