@@ -258,7 +258,9 @@ async def batch_spread(client: EngineClient, prompts: Sequence[tuple[int, ...]])
                 for place, ids in enumerate(prompts[:size])
             )
         )
-        for place, generation in enumerate(made) if number else ():
+        if number == 0:
+            continue
+        for place, generation in enumerate(made):
             alone = smallest.setdefault(place, generation)
             for ours, theirs, *logprobs in zip(
                 alone.output_ids, generation.output_ids, alone.logprobs, generation.logprobs, strict=False
