@@ -114,7 +114,8 @@ class Pool(Generic[C]):
         self._store = store
         self._filler = filler
         self._config = claims
-        self._concurrency = concurrency
+        self.concurrency = concurrency
+        """May change; work that runs already goes on."""
         self._running: dict[asyncio.Task[bool], C] = {}
         self._unusable: list[C] = []
         """Claims that this process cannot work on, because of its configuration or the database."""
@@ -179,7 +180,7 @@ class Pool(Generic[C]):
                 raise
 
     async def _claim_and_start(self) -> bool:
-        free = self._concurrency - len(self._running)
+        free = self.concurrency - len(self._running)
         if free < 1:
             return False
         # Clear before the claim, not after it: a change that comes meanwhile must wake the next one.
@@ -197,7 +198,7 @@ class Pool(Generic[C]):
     async def _wait(self, stop: asyncio.Event) -> None:
         """Wait for ``stop``, ``wake``, the end of work, or the next look."""
         # Leave ``wake`` out while full: nothing claims and clears it, and each wait would end at once.
-        events = [stop] if len(self._running) >= self._concurrency else [stop, self._woken]
+        events = [stop] if len(self._running) >= self.concurrency else [stop, self._woken]
         # Exclude cancelled tasks: they stay in the pool until ``cancel`` returns, and would end each wait.
         tasks = [task for task in self._running if not task.cancelled()]
         await wait_for_any(*events, tasks=tasks, timeout=self._poll.next())

@@ -21,6 +21,9 @@ from agentrl.errors import ConfigError
 Switch = Literal["auto", "true", "false"]
 """Type of a flag that is on, off, or decided at start. YAML's true and false are values of it too."""
 
+Auto = Literal["auto"]
+"""Beside a number in the type of a flag: AgentRL finds the number itself."""
+
 _LARGEST_INTEGER = 2**63 - 1
 """MongoDB stores no larger one."""
 _LONGEST_SECONDS = 10**9
@@ -107,7 +110,7 @@ class Flags:
         kind: Any = type(self)
         for item in dataclasses.fields(self):  # type: ignore[arg-type]
             value, hint = getattr(self, item.name), _hints(kind)[item.name]
-            if value is None:
+            if value is None or (value == "auto" and Auto in get_args(hint)):
                 continue
             within = item.metadata.get("within")
             if within is not None:
@@ -208,7 +211,7 @@ def add_flag(
         "help": help_of(
             item, kind, None if changes.get("required") else changes.get("default", item.default)
         ),
-        "metavar": kind_name(kind).upper(),
+        "metavar": kind_name(kind).upper() + ("|auto" if Auto in get_args(kind) else ""),
     }
     off: Any = None
     if plain == Switch:
@@ -220,7 +223,7 @@ def add_flag(
         options |= {"nargs": "?", "const": True, "type": _boolean}
         off = False if item.default is True or kind is not bool else None
     else:
-        options["type"] = plain
+        options["type"] = _or_auto(plain) if Auto in get_args(kind) else plain
     parser.add_argument(f"--{item.name}", **(options | changes))
     if off is not None:
         parser.add_argument(
@@ -240,11 +243,21 @@ def flag_words(flags: Mapping[str, Any]) -> list[str]:
 
 
 def plain_type(kind: Any) -> Any:
-    """Return the type of a flag without None."""
+    """Return the type of a flag without None and ``Auto``."""
     if get_origin(kind) is Literal or not get_args(kind):
         return kind
-    (plain,) = (part for part in get_args(kind) if part is not NoneType)
+    (plain,) = (part for part in get_args(kind) if part not in (NoneType, Auto))
     return plain
+
+
+def _or_auto(plain: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return what reads ``auto`` or a value of the type ``plain``."""
+
+    def read(text: str) -> Any:
+        return text if text == "auto" else plain(text)
+
+    read.__name__ = f"{plain.__name__} or auto"  # argparse names it in its error
+    return read
 
 
 def choices_of(kind: Any) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from agentrl.base.user_code import file_name
-from agentrl.config.flags import Flags, flag, names_in, require, require_plain_url
+from agentrl.config.flags import Auto, Flags, flag, names_in, require, require_plain_url
 
 _RESERVE = 1024
 """Default of ``--prompt_reserve_tokens``."""
@@ -462,14 +462,16 @@ class SamplingConfig(Flags):
     )
     max_concurrent_samples_per_process: int = flag(
         16,
-        "trajectories that one sampler runs at a time",
+        "trajectories that one sampler runs at a time; with --target_concurrency auto, at the start",
         within="[1, inf)",
         unit="trajectories",
         per_process=True,
     )
-    target_concurrency: int = flag(
+    target_concurrency: int | Auto = flag(  # noqa: RUF009
         1,
-        "sampler workers that `agentrl sample` starts in its process",
+        "sampler workers that `agentrl sample` starts in its process: each runs"
+        " --max_concurrent_samples_per_process trajectories; auto: it finds how many trajectories at a time"
+        " keep its engines at their most tokens/s, by their metrics (docs/throughput.md)",
         within="[1, inf)",
         unit="workers",
         per_process=True,

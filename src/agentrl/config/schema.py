@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-from agentrl.config.flags import JsonFlags, choices_of, constraint, flag, kind_name
+from agentrl.config.flags import Auto, JsonFlags, choices_of, constraint, flag, kind_name
 from agentrl.config.run import (
     DeviceConfig,
     EngineConfig,
@@ -140,7 +140,8 @@ def _value(item: dataclasses.Field[Any], kind: Any) -> str:
     """Return the choices of a flag, or its type with range and unit."""
     if choices_of(kind):
         return ", ".join(f"`{choice}`" for choice in choices_of(kind))
-    return " ".join(filter(None, (kind_name(kind), constraint(item))))
+    value = " ".join(filter(None, (kind_name(kind), constraint(item))))
+    return f"{value}, or `auto`" if Auto in get_args(kind) else value
 
 
 if __name__ == "__main__":

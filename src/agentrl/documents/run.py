@@ -437,6 +437,27 @@ class ServedVersion(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFigures(Document):
+    """What an engine says about its work, from its metrics; a sampler finds its own concurrency by it."""
+
+    at: float
+    """When they were read: seconds of the clock of the process that sends the heartbeats."""
+    running: int
+    waiting: int
+    """Requests in the queue."""
+    kv_usage: float
+    """Share of the KV cache that running requests hold, in [0, 1]; the fullest rank's."""
+    capacity: int
+    """Tokens that its KV cache holds; 0: unknown."""
+    generated: int
+    """Tokens that it has generated since it started."""
+    computed: int
+    """Tokens of prompts that it has computed since it started: those that its prefix cache did not have."""
+    preempted: int
+    """Requests whose KV cache it took away since it started: SGLang's retractions, vLLM's preemptions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceService(Root):
     """One live engine. It is alive while ``heartbeat`` is younger than the heartbeat timeout."""
 
@@ -451,6 +472,8 @@ class InferenceService(Root):
     running_requests: int = 0
     running_tokens: int = 0
     """Tokens of the running and queued requests; 0 for an engine that does not report them."""
+    figures: EngineFigures | None = None
+    """None for an engine whose metrics are off, and until they were read."""
     context_length: int | None = None
     """Largest number of tokens of a prompt and its continuation; None until the engine is ready."""
     tokenizer: str | None = None

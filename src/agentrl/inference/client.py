@@ -31,6 +31,7 @@ from agentrl.documents.model_call import (
     append_span,
     pack_routing,
 )
+from agentrl.documents.run import EngineFigures
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
 from agentrl.errors import ENGINES, EngineError, ModelError
 from agentrl.inference.engine import (
@@ -59,6 +60,8 @@ _ROUTING_KEY = "X-SMG-Routing-Key"
 """Header by which ``sglang-router`` keeps the requests of one key at one engine (``--policy manual``)."""
 _LARGEST_LOGPROB = 1e-3
 """Rounding may put the logprob of a token with probability 1 slightly above 0."""
+_REALTIME = "sglang:realtime_tokens_total"
+"""SGLang's counter of tokens by mode, of every step; ``generation_tokens_total`` has ended requests alone."""
 _LOAD_RATE = 100e6
 """Bytes per second at which an engine reads weights, at least: a disk over a network of 1 Gbit/s."""
 
@@ -86,6 +89,14 @@ class EngineLoad:
 
     requests: int
     tokens: int = 0
+    figures: EngineFigures | None = None
+    """None if its metrics are off."""
+
+
+def metric(text: str, name: str, label: str = "") -> list[float]:
+    """Return the values of a metric in Prometheus' text format: of the samples with ``label``."""
+    samples = re.findall(rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)", text, re.MULTILINE)
+    return [float(value) for labels, value in samples if label in labels]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -255,6 +266,8 @@ class EngineClient:
     """Whether to ask for sampling masks: until an answer shows that the engine has none."""
     _is_unrouted = False
     """Whether an answer without routing has been logged."""
+    _has_metrics = True
+    """Whether the engine serves ``/metrics``, as SGLang does with ``--enable-metrics``: until it refuses."""
 
     def __init__(
         self,
@@ -577,9 +590,38 @@ class EngineClient:
         answer = await self._get("/v1/loads?include=core")
         with known_format(self.url, answer):
             ranks = answer.get("loads", [])
-            requests = (rank.get("num_running_reqs", 0) + rank.get("num_waiting_reqs", 0) for rank in ranks)
-            tokens = (rank.get("num_total_tokens", 0) for rank in ranks)
-            return EngineLoad(requests=int(sum(requests)), tokens=int(sum(tokens)))
+            running, waiting, tokens, capacity = (
+                int(sum(rank.get(name, 0) for rank in ranks))
+                for name in (
+                    "num_running_reqs",
+                    "num_waiting_reqs",
+                    "num_total_tokens",
+                    "max_total_num_tokens",
+                )
+            )
+            kv_usage = float(max((rank.get("token_usage", 0.0) for rank in ranks), default=0.0))
+        metrics = await self._metrics()
+        with known_format(self.url, metrics):
+            generated = metric(metrics, _REALTIME, 'mode="decode"')
+            figures = EngineFigures(
+                at=time.monotonic(), running=running, waiting=waiting, kv_usage=kv_usage, capacity=capacity,
+                generated=int(sum(generated)),
+                computed=int(sum(metric(metrics, _REALTIME, 'mode="prefill_compute"'))),
+                # It has this one from the first retraction on.
+                preempted=int(sum(metric(metrics, "sglang:num_retracted_requests_total"))),
+            )  # fmt: skip
+        return EngineLoad(requests=running + waiting, tokens=tokens, figures=figures if generated else None)
+
+    async def _metrics(self) -> str:
+        """Return the engine's metrics in Prometheus' text format; empty if they are off."""
+        if not self._has_metrics:
+            return ""
+        try:
+            _, metrics = await self._http.respond("GET", "/metrics")
+        except EngineRefusedError:
+            self._has_metrics = False
+            return ""
+        return metrics.decode("utf-8", "replace")
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating; new requests wait.

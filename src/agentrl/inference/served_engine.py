@@ -622,6 +622,7 @@ class ServedEngine:
                 adapter=loaded.adapter,
                 running_requests=self._load.requests,
                 running_tokens=self._load.tokens,
+                figures=self._load.figures,
                 context_length=self._context_length,
                 detail=self._detail,
                 needs_full=self._weights.needs_full,

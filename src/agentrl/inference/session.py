@@ -8,7 +8,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -115,6 +115,10 @@ class EngineList:
             for s in self._services
             if s.status in _USABLE and self._avoided_until.get(s.url, 0.0) <= now and s.id not in self.foreign
         ]
+
+    def listed(self) -> list[InferenceService]:
+        """Return the engines with this sampler's tokenizer, whatever they do now."""
+        return [service for service in self._services if service.id not in self.foreign]
 
     def is_lent(self) -> bool:
         """Return whether the trainer has the devices of all engines."""
@@ -557,6 +561,8 @@ class EngineRouter:
         self._sessions: set[EngineSession] = set()
         self._groups: dict[str, set[str]] = {}
         """Group → engines that have its prompt in the cache."""
+        self.limits: Mapping[str, int] = {}
+        """URL of an engine → trajectories after which others come first; without one there is no limit."""
         self._logged_at = float("-inf")
 
     @asynccontextmanager
@@ -578,6 +584,15 @@ class EngineRouter:
             yield session
         finally:
             self._assign(session, None)
+
+    def held(self) -> tuple[Counter[str], Counter[str]]:
+        """Return {URL of an engine: trajectories that keep to it}, and {URL: tokens of their contexts}."""
+        held, tokens = Counter[str](), Counter[str]()
+        for session in self._sessions:
+            if session.url is not None:
+                held[session.url] += 1
+                tokens[session.url] += session.tokens
+        return held, tokens
 
     async def close(self) -> None:
         """Close every engine's connections."""
@@ -660,16 +675,16 @@ class EngineRouter:
         """Return the client of the session's engine, else of the least loaded one; None without any."""
         urls = {service.url: service for service in self.engines.usable()}
         if session.url not in urls:
-            in_flight: Counter[str | None] = Counter()
-            for other in self._sessions:
-                in_flight[other.url] += other.tokens
+            held, in_flight = self.held()
 
-            def cost(service: InferenceService) -> tuple[bool, int, int, str]:
+            def cost(service: InferenceService) -> tuple[bool, bool, int, int, str]:
                 cached = session.group is not None and service.url in self._groups.get(session.group, ())
                 # Take the larger: the reported load is a heartbeat old, and ours lacks the other samplers'.
                 load = max(service.running_tokens, in_flight[service.url]) + (0 if cached else tokens)
+                is_full = held[service.url] >= self.limits.get(service.url, held[service.url] + 1)
                 # Put the status first: a call to an engine that is being updated waits for the update.
-                return service.status is not ServiceStatus.READY, load, service.running_requests, service.url
+                is_away = service.status is not ServiceStatus.READY
+                return is_away, is_full, load, service.running_requests, service.url
 
             chosen = min(urls.values(), key=cost, default=None)
             self._assign(session, chosen.url if chosen else None)

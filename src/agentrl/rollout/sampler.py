@@ -97,6 +97,10 @@ class Sampler(SlotLeases):
         """Whether a change since the last claim may have made work."""
         self._misses = 0
         """Consecutive claims without a slot."""
+        self.ended = 0
+        """Trajectories that this sampler has run to an end, whatever it was."""
+        self._resized = ""
+        """How many trajectories it runs at a time, and why, if it finds that itself."""
         self._look_at = 0.0
         """Latest time of the next look for new groups (``time.monotonic``)."""
         self._lag = Backoff("engines to load a version", FIRST_LAG_SECONDS, LAG_SECONDS)
@@ -109,8 +113,21 @@ class Sampler(SlotLeases):
     def doing(self) -> Doing:
         """What this sampler does now."""
         if len(self._pool) or len(self._scores):
-            return Doing(work=Work.SAMPLING)
+            return Doing(work=Work.SAMPLING, what=self._resized)
         return Doing(work=Work.WAITING, what=self._waits_for)
+
+    @property
+    def running(self) -> int:
+        """Return the number of trajectories that it runs."""
+        return len(self._pool)
+
+    def resize(self, number: int, why: str) -> None:
+        """Run up to ``number`` trajectories at a time; those beyond it run to their end."""
+        if number != self._pool.concurrency:
+            logger.info("up to %d trajectories at a time, after %d: %s", number, self._pool.concurrency, why)
+            self._pool.concurrency = number
+            self._changed()
+        self._resized = f"up to {number} trajectories at a time: {why}"
 
     @property
     def scored(self) -> int:
@@ -215,6 +232,7 @@ class Sampler(SlotLeases):
             is_scored = await self._worker.run(claim)
             return is_scored
         finally:
+            self.ended += 1
             self._freed()
             if not is_scored:
                 self._scores.wake()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -57,6 +59,7 @@ from agentrl.rollout.housekeeping import EpochPlan, GroupFinalizer, collect_garb
 from agentrl.rollout.load_tasks import load_read_tasks, read_source
 from agentrl.rollout.preflight import probe, require_groups, require_judge
 from agentrl.rollout.sampler import Sampler, SamplerConfig
+from agentrl.rollout.target_concurrency import WINDOW_SECONDS, TargetConcurrency
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.groups import ESTIMATORS
 from agentrl.store.claims import GroupLimit
@@ -201,7 +204,8 @@ def sampler_config(configs: Configs, split: str, *, epochs: int) -> SamplerConfi
     return SamplerConfig(
         split=split,
         owner=owner_name(),
-        concurrency=sampling.max_concurrent_samples_per_process * sampling.target_concurrency,
+        concurrency=sampling.max_concurrent_samples_per_process
+        * (1 if sampling.target_concurrency == "auto" else sampling.target_concurrency),
         scorings=sampling.max_concurrent_scorings,
         claims=configs[ClaimConfig],
         plan=EpochPlan(
@@ -332,6 +336,11 @@ class AdmissionLimit:
         """Return how many optimizer steps sampling may run ahead: 0 with ``--sync_sampling``."""
         return 0 if self.sampling.sync_sampling else self.sampling.max_staleness
 
+    @property
+    def most_groups(self) -> int:
+        """Return how many groups may be open at most."""
+        return (self.max_staleness + 1) * self.training.groups_per_step + self.sampling.oversample_groups
+
     async def groups_allowed(self, store: Store, engine_versions: Collection[int]) -> GroupLimit:
         """Return how many groups may be open after the last step. Groups that have begun may always finish.
 
@@ -411,11 +420,49 @@ async def sample(configs: Configs) -> None:
 
                 sampler = Sampler(store, worker, finalizer, config, groups_allowed)
                 limit = CostLimit(store, prices, sampling.max_cost)
-                judging = watch_gold(store, gold, sampling, config.owner)
-                listed = _stay_listed(store, config.owner, stop, lambda: sampler.doing)
-                async with background(listed, limit.watch(stop), judging):
+                jobs = [
+                    _stay_listed(store, config.owner, stop, lambda: sampler.doing),
+                    limit.watch(stop), watch_gold(store, gold, sampling, config.owner),
+                ]  # fmt: skip
+                if sampling.target_concurrency == "auto":
+                    most = admission.most_groups * tasks.num_generations
+                    target = TargetConcurrency(config.concurrency, max(most, config.concurrency))
+                    jobs.append(
+                        _find_concurrency(
+                            store, router, sampler, target, configs[EngineConfig].heartbeat_seconds
+                        )
+                    )
+                async with background(*jobs):
                     await sampler.run(stop, at_once)
                 limit.check()
+
+
+async def _find_concurrency(
+    store: Store, router: EngineRouter, sampler: Sampler, target: TargetConcurrency, every: float
+) -> None:
+    """Let ``sampler`` run as many trajectories as ``target`` says; look each ``every`` seconds."""
+    asked_at, ended, share, samplers = -math.inf, 0, 1.0, 1
+    while True:
+        with log_store_errors(logger, "the engines cannot be listed; the concurrency stays", outages=True):
+            await router.engines.refresh()
+            if time.monotonic() - asked_at >= WINDOW_SECONDS:
+                asked_at = time.monotonic()
+                claims = [each.claims for each in await store.samplers.all() if each.is_alive and each.claims]
+                samplers, share = max(1, len(claims)), min(1.0, sampler.running / max(1, sum(claims))) or 1.0
+            held, tokens = router.held()
+            silent = target.observe(
+                router.engines.listed(), held=held, tokens=tokens, running=sampler.running,
+                ended=sampler.ended - ended, share=share, samplers=samplers,
+            )  # fmt: skip
+            ended = sampler.ended
+            for url in silent:
+                logger.warning(
+                    "%s reports no metrics: the number of trajectories there stays, as without"
+                    " --target_concurrency auto (SGLang: --enable-metrics; vLLM: no --disable-log-stats)", url
+                )  # fmt: skip
+            router.limits = target.limits
+            sampler.resize(target.number, target.why)
+        await asyncio.sleep(every)
 
 
 _COST_SECONDS = 15.0

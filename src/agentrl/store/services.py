@@ -11,7 +11,7 @@ from typing import Any, Final
 from pymongo import ASCENDING, DESCENDING, ReturnDocument
 
 from agentrl.documents.document import plain
-from agentrl.documents.run import Doing, InferenceService, Outage, SamplerProcess
+from agentrl.documents.run import Doing, EngineFigures, InferenceService, Outage, SamplerProcess
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import StoreError
 from agentrl.store.claims import count_unscored, live_claims
@@ -295,7 +295,7 @@ class Services(Repository):
         self, service_id: str, *, status: ServiceStatus, policy_version: int, running_requests: int,
         running_tokens: int = 0, context_length: int | None = None, detail: str | None = None,
         adapter: str | None = None,
-        needs_full: bool = False,
+        needs_full: bool = False, figures: EngineFigures | None = None,
     ) -> None:  # fmt: skip
         """Send a heartbeat with the engine's state, and record when its version changes.
 
@@ -308,6 +308,7 @@ class Services(Repository):
             "status": literal(status.value), "policy_version": policy_version,
             "running_requests": running_requests, "running_tokens": running_tokens,
             "context_length": context_length, "detail": literal(detail), "needs_full": needs_full,
+            "figures": literal(plain(figures)),
             "heartbeat": "$$NOW", "adapter": literal(adapter),
             "served": {"$cond": [is_same, served, {"$slice": [loaded, -SERVED_VERSIONS]}]},
         }  # fmt: skip

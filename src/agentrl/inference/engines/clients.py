@@ -14,6 +14,7 @@ import orjson
 
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import ExpertShape
+from agentrl.documents.run import EngineFigures
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
 from agentrl.errors import EngineError, ModelError
 from agentrl.inference.client import (
@@ -25,6 +26,7 @@ from agentrl.inference.client import (
     StreamChunk,
     instance_of,
     load_seconds,
+    metric,
     policy_version,
     version_spans,
     vocab_size_of,
@@ -33,7 +35,7 @@ from agentrl.inference.engine import EngineRefusedError, known_format
 from agentrl.weights.folder import checksums, read_header, tensor_files
 
 _FLUSH_TRIES, _FLUSH_SECONDS = 10, 0.2
-_REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)$", re.MULTILINE)
+_BLOCKS = re.compile(r'\b(block_size|num_gpu_blocks)="(\d+)"')
 _PAUSE = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 _RENAMED = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
 
@@ -89,9 +91,22 @@ class VllmClient(EngineClient):
 
     async def load(self) -> EngineLoad:
         """Return the running and queued requests, from the metrics: ``/load`` also counts aborted ones."""
-        _, metrics = await self._http.respond("GET", "/metrics")
-        counts = _REQUESTS.findall(metrics.decode("utf-8", "replace"))
-        return EngineLoad(requests=sum(int(float(count)) for count in counts))
+        metrics = await self._metrics()
+        with known_format(self.url, metrics):
+            running, waiting, generated, preempted, queried, cached = (
+                int(sum(metric(metrics, f"vllm:{name}")))
+                for name in (
+                    "num_requests_running", "num_requests_waiting", "generation_tokens_total",
+                    "num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
+                )
+            )  # fmt: skip
+            usage = metric(metrics, "vllm:kv_cache_usage_perc")
+            figures = EngineFigures(
+                at=time.monotonic(), running=running, waiting=waiting, kv_usage=max(usage, default=0.0),
+                capacity=_capacity(metrics), generated=generated, computed=queried - cached,
+                preempted=preempted,
+            )  # fmt: skip
+        return EngineLoad(requests=running + waiting, figures=figures if usage else None)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating; ``retract`` keeps the KV cache until weights are loaded, which drops it."""
@@ -209,6 +224,12 @@ class VllmClient(EngineClient):
         answer = await self._get("/is_paused")
         with known_format(self.url, answer):
             return bool(answer["is_paused"])
+
+
+def _capacity(metrics: str) -> int:
+    """Return the tokens that vLLM's KV cache holds, over its data-parallel ranks; 0 if it does not say."""
+    found = [dict(_BLOCKS.findall(line)) for line in metrics.splitlines() if "cache_config_info{" in line]
+    return sum(int(each.get("block_size", 0)) * int(each.get("num_gpu_blocks", 0)) for each in found)
 
 
 def _check_same_tensors(served: Path, offered: Path) -> None:

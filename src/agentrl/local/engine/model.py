@@ -115,6 +115,11 @@ class KVCache:
         self.keys.clear()
         self.values.clear()
 
+    @property
+    def usage(self) -> float:
+        """Share of the rows that running sequences hold."""
+        return sum(slot.capacity for slot in self._slots if slot.busy) / self.max_tokens
+
     def match(self, prompt: NDArray[np.int32], adapter: LoadedAdapter | None) -> PrefixMatch:
         """Return the slot of ``adapter`` with the longest computed prefix of ``prompt`` without its end."""
         best, length, pending = None, 0, 0

@@ -114,6 +114,12 @@ class Scheduler:
         self._max_adapters = max_adapters
         self.adapters: dict[str, LoadedAdapter] = {}
         """Those that new requests may name."""
+        self.generated = 0
+        """Tokens that were sampled since the start."""
+        self.computed = 0
+        """Tokens of prompts that were computed: those that no cached prefix had."""
+        self.retracted = 0
+        """Requests whose rows another one took."""
         self.waiting: list[GenerationRequest] = []
         self.running: list[GenerationRequest] = []
 
@@ -229,6 +235,8 @@ class Scheduler:
             tokens, logprobs = sample(logits, samplers) if ready else ([], [])
         for _, chunk in chunks:
             chunk.slot.computed = chunk.start + len(chunk.token_ids)
+        self.generated += len(ready)
+        self.computed += sum(len(chunk.token_ids) for _, chunk in chunks) - len(ready)
         for request, token, logprob in zip(ready, tokens, logprobs, strict=True):
             request.append(token, logprob, self.version)
             if request.finish_reason is not None:
@@ -291,6 +299,7 @@ class Scheduler:
             victim = self.running[-1]
             log.warning("KV cache full: request %s waits and is recomputed", victim.rid)
             self._retract(victim)
+            self.retracted += 1
             if victim is request:
                 return False
         return True

@@ -469,6 +469,7 @@ class LocalEngineServer:
             Route("/model_info", self.model_info),
             Route("/server_info", self.server_info),
             Route("/v1/loads", self.loads),
+            Route("/metrics", self.metrics),
             Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
             Route("/pause_generation", self.pause, methods=["POST"]),
             Route("/continue_generation", self.resume, methods=["POST"]),
@@ -566,15 +567,27 @@ class LocalEngineServer:
         )
 
     async def loads(self, _: Request) -> Response:
-        """Return the number of running and waiting requests."""
+        """Return the running and waiting requests, and how much of the KV cache they hold."""
         scheduler = self._scheduler
         rank = {
             "dp_rank": 0,
             "num_running_reqs": len(scheduler.running),
             "num_waiting_reqs": len(scheduler.waiting),
             "num_total_tokens": scheduler.tokens,
+            "max_total_num_tokens": scheduler.cache.max_tokens,
+            "token_usage": scheduler.cache.usage,
         }
         return JSONResponse({"loads": [rank]})
+
+    async def metrics(self, _: Request) -> Response:
+        """Return the counters that SGLang has under the same names, in Prometheus' text format."""
+        scheduler = self._scheduler
+        return Response(
+            f'sglang:realtime_tokens_total{{mode="decode"}} {scheduler.generated}\n'
+            f'sglang:realtime_tokens_total{{mode="prefill_compute"}} {scheduler.computed}\n'
+            f"sglang:num_retracted_requests_total {scheduler.retracted}\n",
+            media_type="text/plain; version=0.0.4",
+        )
 
     async def flush_cache(self, _: Request) -> Response:
         """Drop cached prefixes; return 400 while requests are running."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from agentrl.config.flags import Flags, Switch, choices_of, flag, kind_name
+from agentrl.config.flags import Auto, Flags, Switch, choices_of, flag, kind_name
 from agentrl.config.load import CommandParser, group_of
 from agentrl.errors import ConfigError
 
@@ -89,3 +89,22 @@ def test_help_has_type_range_choices_and_default() -> None:
 def test_types_are_named_without_none() -> None:
     assert (kind_name(int | None), kind_name(str), kind_name(Switch)) == ("int", "text", "name")
     assert (choices_of(Literal["a"] | None), choices_of(float)) == (("a",), ())
+
+
+def test_a_number_that_may_be_found_is_a_number_or_auto() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Found(Flags):
+        """Flags of a number that may be found."""
+
+        section = "found"
+        many: int | Auto = flag(1, "how many", within="[1, inf)")  # noqa: RUF009
+
+    own = CommandParser(prog="agentrl many")
+    own.add_flags(Found)
+    assert own.parse_args(["--many", "4"]).many == 4
+    assert group_of(Found, own.parse_args(["--many", "auto"])).many == "auto"
+    assert "--many INT|auto" in own.format_help()
+    with pytest.raises(ConfigError, match="invalid int or auto value: 'some'"):
+        own.parse_args(["--many", "some"])
+    with pytest.raises(ConfigError, match="--many is 0"):
+        group_of(Found, own.parse_args(["--many", "0"]))

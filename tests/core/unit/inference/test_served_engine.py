@@ -202,6 +202,7 @@ async def test_a_version_is_loaded_between_pause_and_resume(harness: Harness, tm
     assert harness.beat == {
         "status": ServiceStatus.READY, "policy_version": 1, "running_requests": 3,
         "running_tokens": 700, "context_length": None, "detail": None, "needs_full": False, "adapter": None,
+        "figures": None,
     }  # fmt: skip
 
 

@@ -139,6 +139,23 @@ async def test_reported_load_and_status_decide_for_a_new_trajectory() -> None:
         assert (await session.generate([1], PARAMS)).engine_url == "http://b"
 
 
+async def test_an_engine_that_has_its_number_of_trajectories_comes_last() -> None:
+    fleet = Fleet(service("a"), service("b", running_tokens=500))
+    router = fleet.router()
+    router.limits = {"http://a": 1, "http://b": 2}
+    sessions = [router.session(f"t{number}") for number in range(4)]
+    opened = [await each.__aenter__() for each in sessions]
+    for session in opened:
+        await session.generate([1, 2], PARAMS)
+    assert [session.url for session in opened] == ["http://a", "http://b", "http://b", "http://a"]
+    held, tokens = router.held()
+    assert held == {"http://a": 2, "http://b": 2}
+    assert tokens == {"http://a": 6, "http://b": 6}
+    for each in sessions:
+        await each.__aexit__(None, None, None)
+    assert router.held() == ({}, {})
+
+
 async def test_a_front_router_gets_no_calls_while_one_of_its_engines_has_another_tokenizer() -> None:
     fleet = Fleet(service("a", tokenizer="sha256 a"), service("b", tokenizer="sha256 b"))
     options = {"router_url": "http://127.0.0.1:9", "tokenizer": "sha256 a", "wait_seconds": 0.02}
