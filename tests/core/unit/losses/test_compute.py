@@ -128,8 +128,8 @@ def test_kpop_drops_by_the_probability_and_weighs_by_the_ratio() -> None:
         LossSettings(importance_correction="kpop,seq_tis", old_logprobs="recompute")
     sampled = -3 * torch.rand(400, generator=torch.Generator().manual_seed(0)) - 1e-3
     for size in (0.0, 1e-7, 1e-5, 1e-3):
-        logs = tuple((sampled * (1 - size)).tolist()), tuple(sampled.tolist())
-        near = three_tokens(logs[0], (1.0,) * 400, old=logs[0], behavior=logs[1])
+        policy = tuple((sampled * (1 - size)).tolist())
+        near = three_tokens(policy, (1.0,) * 400, old=policy, behavior=tuple(sampled.tolist()))
         assert not weigh(near, settings).masked.any()
 
 

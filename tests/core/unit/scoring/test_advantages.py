@@ -76,7 +76,10 @@ def test_maxrl_weighs_a_right_answer_by_its_rarity_and_takes_no_reward_below_0()
     with pytest.raises(GroupError, match=r"reward -0\.5 is below 0") as refused:
         estimate("maxrl", [1.0, -0.5])
     assert "scores of 0 or more" in str(refused.value.hint)
-    for flags in ({"overlong_limit": 20, "overlong_buffer": 10}, {"efficient_rewarding": True}):
+    lowering: list[dict[str, Any]] = [
+        {"overlong_limit": 20, "overlong_buffer": 10}, {"efficient_rewarding": True},
+    ]  # fmt: skip
+    for flags in lowering:
         with pytest.raises(ConfigError, match="lower some below 0"):
             GroupConfig(advantage="maxrl", **flags)
 
