@@ -105,7 +105,9 @@ class Engine:
         busy = min(TICK, self.backlog / self.prefill)
         self.backlog -= busy * self.prefill
         step_seconds = self.base + self.per_request * len(self.running) + self.per_token * self.used
-        tokens, ended, going = (TICK - busy) / step_seconds, [], []
+        tokens = (TICK - busy) / step_seconds
+        ended: list[Trajectory] = []
+        going: list[Trajectory] = []
         for each in self.running:
             made = min(tokens, each.left)
             each.left -= made
