@@ -458,7 +458,8 @@ async def _find_concurrency(
             for url in silent:
                 logger.warning(
                     "%s reports no metrics: the number of trajectories there stays, as without"
-                    " --target_concurrency auto (SGLang: --enable-metrics; vLLM: no --disable-log-stats)", url
+                    " --target_concurrency auto (SGLang: --engine_args=--enable-metrics; vLLM: no"
+                    " --disable-log-stats)", url
                 )  # fmt: skip
             router.limits = target.limits
             sampler.resize(target.number, target.why)

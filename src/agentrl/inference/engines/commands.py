@@ -209,7 +209,6 @@ def _sglang_command(
         *("--log-level", "warning"),
         *_limit("--context-length", model.max_model_len),
         *("--incremental-streaming-output", "--stream-interval", str(_STREAM_INTERVAL)),
-        "--enable-metrics",  # for --target_concurrency auto; vLLM's are on by themselves
     ]
     if replayed_experts(model, model_path) is not None:
         common.append("--enable-return-routed-experts")
