@@ -98,6 +98,15 @@ async def test_vllm_without_statistics_has_no_figures() -> None:
     assert await figures("vllm", 'python_info{version="3.12"} 1.0\n') is None
 
 
+async def test_a_vllm_that_refuses_its_metrics_once_is_asked_again() -> None:
+    """Its requests are counted there: without them it would look idle, and get all of them."""
+    made, http = client("vllm")
+    with pytest.raises(EngineRefusedError):
+        await made.load()
+    http.answers["/metrics"] = VLLM
+    assert (await made.load()).requests == 7
+
+
 def test_a_metric_is_found_by_its_whole_name_and_a_label() -> None:
     assert metric("a_total 1\na_total_more 2\nb_a_total 3\n", "a_total") == [1.0]
     assert metric(SGLANG, "sglang:realtime_tokens_total", 'mode="decode"') == [1200.0, 100.0]
