@@ -562,7 +562,7 @@ class EngineRouter:
         self._groups: dict[str, set[str]] = {}
         """Group → engines that have its prompt in the cache."""
         self.limits: Mapping[str, int] = {}
-        """URL of an engine → how many trajectories it takes before other engines come first; no entry: no limit."""
+        """{URL of an engine: trajectories that it takes before others come first}; no entry: no limit."""
         self._logged_at = float("-inf")
 
     @asynccontextmanager
