@@ -87,6 +87,16 @@ class Run:
         return float((ours - torch.tensor(made.logprobs)).abs().max())
 
 
+async def served_requests(served: Served) -> None:
+    """Wait until the engine has begun a request."""
+    async with engine_client("local", served.url) as client:
+
+        async def begun() -> bool:
+            return (await client.load()).requests > 0
+
+        await until(begun)
+
+
 def write_adapter(base: Path, folder: Path, seed: int) -> Policy:
     config = ModelConfig(model_name_or_path=str(base))
     policy = load_policy(config, adapter=AdapterConfig(lora_rank=4))
@@ -141,6 +151,7 @@ async def test_two_runs_share_an_engine_and_its_base(
             assert second.gap(theirs, 1) < 1e-4
             assert mine.cached_tokens == theirs.cached_tokens == 0  # the base has the prompt in its cache
             long = asyncio.create_task(first.generate(LONG))
+            await served_requests(served)  # on a slow machine it would begin with version 2
             await first.publish(2, seed=3)
             await first.serves(2)
             newer = await first.generate()
