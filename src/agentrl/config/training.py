@@ -119,7 +119,7 @@ VERSION_LOGPROBS: Final = "version_logprobs"
 """The column with the policy's own logprobs at the version that sampled each token."""
 
 CAPS = ("tis", "seq_tis")
-WEIGHTS = (*CAPS, "icepop", "kpop")
+WEIGHTS = (*CAPS, "icepop", "seq_icepop", "kpop")
 _ONE_NUMBER = (*CAPS, "kpop", "seq_kl")
 
 _LOSSES = importlib.import_module("agentrl.losses.loss")
@@ -193,7 +193,7 @@ class LossConfig(Flags):
     importance_correction: str = flag(
         "",
         "corrections of the mismatch between engine and trainer, comma-separated: tis, seq_tis, icepop,"
-        " kpop, token_mask, seq_mask, seq_kl; e.g. 'icepop:0.5:5,seq_kl:0.1'",
+        " seq_icepop, kpop, token_mask, seq_mask, seq_kl; e.g. 'icepop:0.5:5,seq_kl:0.1'",
     )
     old_logprobs: Literal["behavior", "recompute", "loglinear", "version"] = flag(
         "behavior",
@@ -278,6 +278,7 @@ _DEFAULTS = {
     "tis": Correction("tis", 0.0, 2.0),
     "seq_tis": Correction("seq_tis", 0.0, 2.0),
     "icepop": Correction("icepop", 0.5, 5.0),
+    "seq_icepop": Correction("seq_icepop", 0.0, 3.0),
     "seq_mask": Correction("seq_mask", 0.9, 1.1),
     "kpop": Correction("kpop", 0.0, 0.1),
     "token_mask": Correction("token_mask", 0.5, 2.0),
@@ -292,6 +293,8 @@ def parse_corrections(text: str) -> tuple[Correction, ...]:
     ``tis[:C]`` multiplies by w capped at C (truncated importance sampling; default 2, ``inf`` caps nothing).
     ``seq_tis[:C]`` multiplies by the product of w over the trajectory, capped at C (2).
     ``icepop[:low:high]`` multiplies by w and drops tokens with w outside the bounds (0.5, 5).
+    ``seq_icepop[:low:high]`` multiplies by that product and drops trajectories with it outside the bounds
+    (0, 3).
     ``kpop[:limit]`` multiplies by w and drops tokens for which the KL between the two probabilities of the
     token, as those of a yes or no, is above the limit in either direction (0.1 nats).
     ``token_mask[:low:high]`` drops tokens with w outside the bounds (0.5, 2) and multiplies by nothing.

@@ -210,11 +210,11 @@ def weigh(batch: TokenBatch, settings: LossSettings) -> Weighting:
     mismatch = bounded_exp(log_mismatch(batch, settings))
     weight, masked, capped = mismatch, torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)
     for correction in settings.corrections:
+        if correction.name in ("seq_tis", "seq_icepop"):
+            weight = _product(batch, settings)
         if not correction.caps:
             masked = masked | _is_dropped(batch, settings, correction)
             continue
-        if correction.name != "tis":  # the product of the ratios over each token's trajectory
-            weight = bounded_exp(_mean_log_mismatch(batch, settings) * batch.trajectory_tokens)
         capped = weight > correction.high
         weight = weight.clamp(max=correction.high)
     contained = mismatch if settings.ratio_is_rho else torch.ones_like(mismatch)
@@ -232,6 +232,8 @@ def _is_dropped(batch: TokenBatch, settings: LossSettings, correction: Correctio
         values = binary_divergence(batch, settings)
     elif correction.name == "seq_mask":
         values = bounded_exp(_mean_log_mismatch(batch, settings))
+    elif correction.name == "seq_icepop":
+        values = _product(batch, settings)
     else:
         values = bounded_exp(log_mismatch(batch, settings))
     return (values < correction.low) | (values > correction.high)
@@ -266,6 +268,11 @@ def binary_divergence(batch: TokenBatch, settings: LossSettings) -> Tensor:
 
 def _mean_log_mismatch(batch: TokenBatch, settings: LossSettings) -> Tensor:
     return batch.mean_log_rho if settings.ratio_is_rho else batch.mean_log_weight
+
+
+def _product(batch: TokenBatch, settings: LossSettings) -> Tensor:
+    """Return the product of the mismatch over each token's trajectory, float32[T]."""
+    return bounded_exp(_mean_log_mismatch(batch, settings) * batch.trajectory_tokens)
 
 
 def out_of_bound(batch: TokenBatch, settings: LossSettings) -> Tensor:

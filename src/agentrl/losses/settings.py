@@ -250,8 +250,9 @@ def _check_reduction(settings: LossSettings) -> None:
 def _check_corrections(settings: LossSettings) -> None:
     flag = "importance_correction"
     names = {correction.name for correction in settings.corrections}
+    of_trajectory = names & {"seq_tis", "seq_icepop"}
     _require(
-        "seq_tis" not in names or not names & {"tis", "icepop", "kpop"}, settings, flag,
+        not of_trajectory or not names & set(WEIGHTS) - of_trajectory, settings, flag,
         "it weighs by the tokens' ratio and by the trajectory's, which counts the ratio twice",
         "keep one of them; token_mask:low:high drops what icepop drops and weighs nothing",
     )  # fmt: skip
@@ -260,7 +261,8 @@ def _check_corrections(settings: LossSettings) -> None:
         not twice or settings.weighs, settings, flag,
         f"with --old_logprobs behavior the ratio of {settings.loss_calculater} is πθ/μ already, and"
         f" {' and '.join(twice)} would count it twice",
-        "add --old_logprobs recompute; or use icepop, kpop, token_mask, seq_mask or seq_kl, which drop",
+        "add --old_logprobs recompute; or use one that drops: icepop, seq_icepop, kpop, token_mask, seq_mask,"
+        " seq_kl",
     )  # fmt: skip
     adds_weight = settings.weighs and not settings.loss.contains_weight
     idle = [

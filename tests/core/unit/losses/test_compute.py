@@ -50,7 +50,7 @@ def test_defaults_and_given_bounds() -> None:
     "text",
     [
         "tiss", "tis:x", "seq_kl:0.1:0.2", "seq_tis:none", "seq_kl:-1", "tis:1:2", "icepop:0.5",
-        "seq_mask:2:1", "token_mask:nan:1", "kpop:0.1:0.2", "tis,tis", "tis:-1",
+        "seq_mask:2:1", "token_mask:nan:1", "seq_icepop:3", "kpop:0.1:0.2", "tis,tis", "tis:-1",
     ],
 )  # fmt: skip
 def test_bad_text_is_refused(text: str) -> None:
@@ -70,6 +70,8 @@ def test_each_correction_of_w() -> None:
     assert weights("tis", w) == ([0.25, 1.0, 2.0], [False, False, False])
     assert weights("seq_tis:3", w) == ([2.0, 2.0, 2.0], [False, False, False])
     assert weights("seq_tis:1.5", w) == ([1.5, 1.5, 1.5], [False, False, False])
+    assert weights("seq_icepop", w) == ([2.0, 2.0, 2.0], [False, False, False])
+    assert weights("seq_icepop:0:1.5", w) == ([2.0, 2.0, 2.0], [True, True, True])
     assert weights("icepop", w) == ([0.25, 1.0, 8.0], [True, False, True])
     assert weights("token_mask", w) == ([1.0, 1.0, 1.0], [True, False, True])
     assert weights("tis:4,icepop:0.1:10", w) == ([0.25, 1.0, 4.0], [False, False, False])
@@ -172,7 +174,7 @@ def test_means_of_whole_trajectories_replace_those_of_the_micro_batch() -> None:
         zeros = torch.zeros(batch.trajectories, dtype=torch.float64)
         return (zeros.index_add(0, batch.row, values.double()) / lengths).float()
 
-    for text in ("seq_mask", "seq_kl:0.1", "seq_tis:1.2"):
+    for text in ("seq_mask", "seq_kl:0.1", "seq_tis:1.2", "seq_icepop:0:1.2"):
         settings = LossSettings(importance_correction=text, old_logprobs="recompute")
         whole = weigh(batch, settings)
         means = TrajectoryMeans(

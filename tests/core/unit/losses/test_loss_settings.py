@@ -31,6 +31,7 @@ from agentrl.scoring.groups import decide_group
         ({"importance_correction": "seq_tis:3"}, "--old_logprobs recompute"),
         ({"importance_correction": "tis,seq_mask", "loss_calculater": "CISPO"}, "--old_logprobs recompute"),
         ({"importance_correction": "tis,seq_tis", "old_logprobs": "recompute"}, "keep one of them"),
+        ({"importance_correction": "kpop,seq_icepop", "old_logprobs": "recompute"}, "token_mask:low:high"),
         ({"importance_correction": "icepop,seq_tis", "old_logprobs": "loglinear"}, "token_mask:low:high"),
         ({"dual_clip": 3.0, "loss_calculater": "CISPO"}, "--loss_calculater GRPO or GSPO"),
         ({"ce_grpo_beta_1": 0.5, "loss_calculater": "MINIRL"}, "--loss_calculater GRPO or GSPO"),
@@ -149,7 +150,7 @@ LOSS: Mapping[str, tuple[Any, ...]] = {
     "loss_length_divisor": (5,), "strict_in_bound": (True, False), "epsilon": (0.05, 0.5),
     "epsilon_higher": (0.03, 0.6), "importance_weight_cap_ratio": (1.0, 3.0), "out_of_date_decay": (0.7,),
     "importance_correction": (
-        "tis:1.2", "seq_tis:1.5", "icepop:0.8:1.2", "kpop:0.05", "token_mask:0.8:1.25",
+        "tis:1.2", "seq_tis:1.5", "icepop:0.8:1.2", "seq_icepop:0.8:1.2", "kpop:0.05", "token_mask:0.8:1.25",
         "seq_mask:0.9:1.1", "seq_kl:0.05",
     ),
     "old_logprobs": ("recompute", "loglinear"), "kl_coef": (0.3,), "kl_estimator": ("k1", "k2", "k3"),

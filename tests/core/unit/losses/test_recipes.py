@@ -198,7 +198,8 @@ EXPECTED = {
         times(times(ppo(REST, 0.8, 1.2), capped(INTERPOLATED, math.inf)), inside(INTERPOLATED, 0.0, 5.0))
     ),
     "slime": over_trajectories(times(ppo(LOG_R, 0.8, 1.28), capped(LOG_W, 2.0))),
-    "trl": over_tokens(times(RECOMPUTED, capped(PRODUCT_W, 3.0))),
+    "trl": over_tokens(times(times(RECOMPUTED, capped(PRODUCT_W, math.inf)), inside(PRODUCT_W, 0.0, 3.0))),
+    "trl-truncate": over_tokens(times(RECOMPUTED, capped(PRODUCT_W, 3.0))),
     "original-grpo": over_tokens(times(ppo(LOG_RHO, 0.8, 1.3), not_too_far(0.2, 2.2))),
     "original-minirl": MINIRL,
     "prime-rl": over_tokens(times(unclipped, near(0.3))),
