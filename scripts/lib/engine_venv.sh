@@ -1,6 +1,8 @@
 # Sourced by setup_sglang.sh and setup_vllm.sh: create the venv of an engine with the versions pinned in deploy/.
 # With an NVIDIA GPU, an engine that has a requirements-gpu.txt gets those.
 
+# shellcheck source=scripts/lib/install.sh
+source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
 # make_engine_venv NAME SIZE: install the requirements of deploy/NAME into AGENTRL_NAME_VENV or .venv-NAME.
@@ -37,9 +39,13 @@ make_engine_venv() {
     echo "$name venv: installing into $venv (about $size, one to three minutes)"
     rm -f "$stamp"
     step "${PYTHON:-python3}" -m venv "$venv"
-    step "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$requirements"
-    [[ "$nodeps" == /dev/null ]] ||
-        step "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --requirement "$nodeps"
+    if [[ "$nodeps" == /dev/null ]]; then
+        step "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$requirements"
+    else
+        # Compile what an engine imports when it first starts: that is a third of all.
+        install_into "$venv" --no-compile --requirement "$requirements"
+        install_into "$venv" --no-compile --no-deps --requirement "$nodeps"
+    fi
     printf '%s\n' "$wanted" >"$stamp"
     echo "$name venv: $venv (installed)"
 }
