@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 Request = dict[str, Any]
+Reply = str | int | bytes | Callable[[Request], str | bytes]
 
 HANG = "\0hang"
 CLOSE = "\0close"
@@ -30,14 +31,14 @@ _PAGE = b"<!DOCTYPE html><html><body><form>Log in</form></body></html>"
 class FakeLLM:
     """A server on loopback. ``replies`` scripts each model; the last reply repeats.
 
-    A reply is a text, an HTTP status, a function of the request, or one of the constants above. ``asked``
-    holds the requests in order.
+    A reply is a text, an HTTP status, a body, a function of the request, or one of the constants above.
+    ``asked`` holds the requests in order.
     """
 
     url: str = ""
     path: str | None = None
     """The only path that is served; None: all."""
-    replies: dict[str, list[str | int | Callable[[Request], str]]] = field(default_factory=dict)
+    replies: dict[str, list[Reply]] = field(default_factory=dict)
     retry_after: str | None = None
     error: str = "no"
     """The message of an HTTP error."""
@@ -87,7 +88,7 @@ class FakeLLM:
         request = json.loads(body)
         self.asked.append(request)
         self.keys.append(headers.get("authorization", ""))
-        queue = self.replies[request["model"]]
+        queue = self.replies[request.get("model", "")]
         reply = queue.pop(0) if len(queue) > 1 else queue[0]
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
@@ -97,7 +98,9 @@ class FakeLLM:
         finally:
             self.under_way -= 1
 
-    async def _reply(self, writer: asyncio.StreamWriter, reply: str | int) -> bool:
+    async def _reply(self, writer: asyncio.StreamWriter, reply: str | int | bytes) -> bool:
+        if isinstance(reply, bytes):
+            return await self._send(writer, 200, reply)
         if isinstance(reply, int):
             return await self._send(writer, reply, json.dumps({"error": {"message": self.error}}).encode())
         if reply == HANG:

@@ -205,7 +205,8 @@ def sft(argv: list[str]) -> int:
     configs = parse(
         argv,
         command="agentrl sft",
-        description='Supervised fine-tuning on JSONL lines {"messages": […], "tools": […]}, or on Records.',
+        description='Supervised fine-tuning on JSONL lines {"messages": […], "tools": […]}, or on Records;'
+        " --objective reward trains a reward model on pairs.",
         shown=(RunConfig, ModelConfig, TaskConfig, OptimConfig, AdapterConfig, TrainConfig, MemoryConfig),
         extra=(SFTConfig,),
     )
@@ -214,6 +215,11 @@ def sft(argv: list[str]) -> int:
 
     setup(configs[RunConfig], "sft")
     base_folder(configs[ModelConfig])
+    if configs[SFTConfig].objective == "reward":
+        from agentrl.train.reward_model import train_reward_model
+
+        train_reward_model(configs)
+        return 0
     from agentrl.train.sft import fine_tune
 
     fine_tune(configs)

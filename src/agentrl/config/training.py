@@ -6,7 +6,7 @@ import difflib
 import importlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
 from agentrl.config.flags import Flags, flag, names_in, require
@@ -630,18 +630,53 @@ class IgnoredConfig(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(Flags):
-    """Supervised fine-tuning."""
+    """Supervised fine-tuning, and reward models."""
 
-    batch_size: int = flag(64, "conversations per optimizer step", within="[1, inf)")
+    objective: Literal["sft", "reward"] = flag(
+        "sft",
+        "what is trained: sft, what assistants say; reward, a reward model on pairs of trajectories of one"
+        " task (docs/preferences.md)",
+    )
+    batch_size: int = flag(
+        64, "conversations per optimizer step; with --objective reward groups, of which all pairs count",
+        within="[1, inf)",
+    )  # fmt: skip
     log_steps: int = flag(20, "interval of log lines", within="[1, inf)", unit="optimizer steps")
     sft_from_records: str | None = flag(
         None, "train the scored Records of this run, with their sampled token ids, instead of --train_file"
     )
     sft_split: str = flag("train", "split of these Records")
     sft_min_score: float = flag(1.0, "minimum score of these Records", within="(-inf, inf)")
+    reward_heldout: float = flag(
+        0.1, "fraction of the questions that --objective reward leaves out, to measure its accuracy",
+        within="[0, 1)",
+    )  # fmt: skip
+    reward_margin: float = flag(
+        0.0,
+        "what the rewards of a pair must differ by, as a multiple of the difference of its scores, or of the"
+        " margin of its line",
+        within="[0, inf)",
+    )
+    center_rewards_coefficient: float = flag(
+        0.0, "coefficient of (r_chosen + r_rejected)², which keeps rewards around 0 (arXiv 2312.09244)",
+        within="[0, inf)",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        defaults = {item.name: item.default for item in fields(self)}
+        reads_pairs = self.objective == "reward"
+        for name in ("reward_heldout", "reward_margin", "center_rewards_coefficient"):
+            require(
+                reads_pairs or getattr(self, name) == defaults[name],
+                f"--{name} {getattr(self, name):g} with --objective {self.objective}: it is a reward model's",
+                "add --objective reward, or leave it out",
+            )
+        require(
+            not reads_pairs or self.sft_min_score == 1.0,
+            f"--sft_min_score {self.sft_min_score:g} with --objective reward, which compares all scores",
+            "leave it out",
+        )
         require(
             self.sft_from_records is not None or (self.sft_split, self.sft_min_score) == ("train", 1.0),
             f"--sft_split {self.sft_split} and --sft_min_score {self.sft_min_score:g} choose Records",

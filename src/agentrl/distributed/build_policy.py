@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -59,9 +59,18 @@ def load_run_policy(configs: Configs, weights: Path | None, precision: Precision
 
 
 def split_policy(
-    policy: Policy, layout: Layout, configs: Configs, precision: Precision, world: World
+    policy: Policy,
+    layout: Layout,
+    configs: Configs,
+    precision: Precision,
+    world: World,
+    runs: type[ParallelModel] = ParallelModel,
+    new: Collection[str] = (),
 ) -> ParallelModel:
-    """Return the policy's model, split and sharded over the ranks, with its weights."""
+    """Return the policy's model, split and sharded over the ranks, with its weights.
+
+    ``runs`` is what runs it; tensors ``new`` are in no file, and left undefined.
+    """
     is_mixed = precision.policy is not None
     if is_mixed:
         join_alone(world.device)
@@ -71,9 +80,10 @@ def split_policy(
         max_tokens=configs[TrainConfig].max_tokens,
         reduction=configs[MemoryConfig].gradient_reduction,
         precision=precision,
+        runs=runs,
     )
     if world.size > 1:
-        load_shards(policy.model, policy.source or policy.base, world.device, configs[ModelConfig])
+        load_shards(policy.model, policy.source or policy.base, world.device, configs[ModelConfig], new)
     return model.to(world.device)
 
 

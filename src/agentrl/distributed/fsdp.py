@@ -34,10 +34,13 @@ _PARTIAL = "computes_partial_gradients"
 
 
 def shard_layers(model: Any, mesh: Mesh, policy: MixedPrecisionPolicy | None) -> None:
-    """Shard each decoder layer over ``Layout.shard`` and replicate it over ``dp_replicate``."""
+    """Shard each decoder layer over ``Layout.shard``, a reward head too; replicate over ``dp_replicate``."""
     layers: Sequence[nn.Module] = model.get_decoder().layers
     for layer in layers:
         fully_shard(layer, mesh=mesh.shards, mp_policy=policy or MixedPrecisionPolicy())
+    head = getattr(model, "score", None)
+    if head is not None:  # a reward model's, which computes in its own float32
+        fully_shard(head, mesh=mesh.shards)
 
 
 def shard_root(root: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy | None) -> None:

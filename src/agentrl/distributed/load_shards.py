@@ -57,8 +57,12 @@ Reader = Callable[[Box], Tensor]
 
 
 @torch.no_grad()
-def load_shards(model: Any, folder: Path, device: torch.device, config: ModelConfig) -> None:
+def load_shards(
+    model: Any, folder: Path, device: torch.device, config: ModelConfig, new: Collection[str] = ()
+) -> None:
     """Allocate this rank's parts of ``model``, which is on the meta device, and read them from ``folder``.
+
+    Tensors ``new`` are in no file: they are allocated, with undefined values.
 
     Each part is read and converted to its parameter's dtype block by block. Adapters keep their values. What
     transformers converts in another way than by stacking and concatenating is read whole, one tensor at a
@@ -66,7 +70,7 @@ def load_shards(model: Any, folder: Path, device: torch.device, config: ModelCon
     """
     checkpoint = _open_checkpoint(folder, model, config)
     allocate(model, device)
-    compute_buffers(model, _read_parts(model, folder, checkpoint))
+    compute_buffers(model, _read_parts(model, folder, checkpoint, new))
 
 
 @torch.no_grad()
@@ -78,7 +82,9 @@ def replace_weights(model: Any, folder: Path, config: ModelConfig) -> None:
     _read_parts(model, folder, _open_checkpoint(folder, model, config))
 
 
-def _read_parts(model: Any, folder: Path, checkpoint: CheckpointFiles) -> Collection[Tensor]:
+def _read_parts(
+    model: Any, folder: Path, checkpoint: CheckpointFiles, new: Collection[str] = ()
+) -> Collection[Tensor]:
     """Fill this rank's parts of ``model`` and return them. Raises ModelError as ``load_shards``."""
     targets = _targets(model)
     filled: dict[int, Tensor] = {}
@@ -94,7 +100,7 @@ def _read_parts(model: Any, folder: Path, checkpoint: CheckpointFiles) -> Collec
         raise ModelError(
             f"the weights in {folder} cannot be loaded: {error}", hint="check its config.json and weights"
         ) from error
-    missing = {name for name, target in targets.items() if id(target) not in filled}
+    missing = {name for name, target in targets.items() if id(target) not in filled and name not in new}
     report = LoadStateDictInfo(missing, unused, set(), [], {}, set())
     model._adjust_missing_and_unexpected_keys(report)
     check_names(str(folder), model, targets, report.missing_keys, report.unexpected_keys)

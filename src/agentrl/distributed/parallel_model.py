@@ -421,12 +421,14 @@ def parallelize(
     max_tokens: int,
     reduction: GradientReduction = "last",
     precision: Precision | None = None,
+    runs: type[ParallelModel] = ParallelModel,
 ) -> ParallelModel:
     """Split ``model``, whole and equal on every rank, over ``mesh`` in index, and return what runs it.
 
     Split parameters become DTensors, of which each rank holds its part. A pipeline stage keeps its own layers
     only. ``max_tokens`` is the size of a micro-batch. ``precision`` is by default that of the weights. A
-    single process without a policy of mixed precision keeps the model as it is.
+    single process without a policy of mixed precision keeps the model as it is. ``runs`` is the class that
+    runs a model without stages.
 
     Raises ConfigError for a model that the layout cannot split, and ModelError for one that computes more
     than its layers in sequence where stages need that.
@@ -450,7 +452,7 @@ def parallelize(
     uses_fsdp = layout.uses_fsdp or policy is not None
     if uses_fsdp:
         shard_layers(model, mesh, policy)
-    kind = PipelineModel if stages else ParallelModel
+    kind = PipelineModel if stages else runs
     products = model.dtype if precision is None else precision.products
     parallel = kind(model, mesh, reduction=reduction, products=products)
     if uses_fsdp:

@@ -308,7 +308,7 @@ async def _evaluate(configs: Configs, progress: Parts, as_json: bool) -> None:
     if flags.eval_engine == "own":
         require_engine(configs[EngineConfig].engine)
     if not await progress.until("connecting to the database", run_exists(configs[RunConfig])):
-        require_judge(read.names, configs[SamplingConfig].agent_config_path)
+        require_judge(read.names["scorer"], configs[SamplingConfig].agent_config_path)
     brings_policy = flags.eval_model is not None or (base is not None and not flags.eval_version)
     opening = open_store if brings_policy or flags.eval_engine == "shared" else open_existing
     store = await progress.until("connecting to the database", opening(configs[RunConfig]))

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field
 
@@ -81,6 +81,28 @@ class JudgeSection(AgentSection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RewardEndpoint(ModelEndpoint):
+    """A server of a reward model."""
+
+    protocol: Literal["sglang", "vllm"] = "sglang"
+    """Of its ``/classify``; the local engine has SGLang's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSection(AgentSection):
+    """``reward_model``: the scorer of that name (docs/scoring.md)."""
+
+    models: tuple[RewardEndpoint, ...]
+    folder: Text
+    """The model's folder: its tokenizer, its chat template, and the scale of its rewards."""
+    max_tokens: Count | None = None
+    """Longest trajectory, if it is not the model's whole context."""
+    truncate: Switch = False
+    """Leave out the beginning of a longer one; else it is not scored."""
+    normalize: Literal["none", "affine", "sigmoid"] = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BrowseSection(AgentSection):
     """``browse_agent``: what condenses long results of tools (docs/browse_agent.md)."""
 
@@ -137,6 +159,11 @@ def use_prices(path: str | Path | None) -> None:
 def load_judge(path: str | Path) -> JudgeSection:
     """Return the section ``scorer_agent``. Raises ConfigError."""
     return _load(path, "scorer_agent", JudgeSection)
+
+
+def load_reward(path: str | Path) -> RewardSection:
+    """Return the section ``reward_model``. Raises ConfigError."""
+    return _load(path, "reward_model", RewardSection)
 
 
 def load_browse(path: str | Path, *, is_required: bool = False) -> BrowseSection | None:

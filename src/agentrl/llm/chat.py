@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
@@ -303,9 +303,24 @@ class EndpointClient:
             )
             return reply
 
+    async def post(self, path: str, request: Mapping[str, Any], timeout: float) -> bytes:
+        """Send JSON to ``path`` of the server, and return the reply, within ``timeout`` seconds.
+
+        Unlike that of chat completions, the path is not below ``/v1``. Raises LLMError.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._send(
+                    f"{self.endpoint.base_url.rstrip('/').removesuffix('/v1')}{path}", request
+                )
+        except TimeoutError as error:
+            raise LLMError(EndpointProblem.TIMED_OUT, f"no reply within {timeout:.3g} s") from error
+
     async def _post(self, messages: Messages, params: Mapping[str, Any], below: str = "") -> bytes:
         url = f"{self.endpoint.base_url.rstrip('/')}{below}{self._path}"
-        request = {"model": self.endpoint.model, "messages": list(messages), **params}
+        return await self._send(url, {"model": self.endpoint.model, "messages": list(messages), **params})
+
+    async def _send(self, url: str, request: Mapping[str, Any]) -> bytes:
         body = bytearray()
         try:
             async with self._http.stream("POST", url, json=request) as response:
@@ -501,6 +516,10 @@ class NoAnswerError(Exception):
         self.retry_after = retry_after
 
 
+Request = Callable[[EndpointClient, float, Use], Awaitable[Completion]]
+"""Sends a question to a model within seconds; raises LLMError. ``Use`` gets the tokens that it took."""
+
+
 async def ask(
     section: AgentSection,
     messages: Messages,
@@ -508,16 +527,29 @@ async def ask(
     deadline: Deadline,
     params: Mapping[str, Any] | None = None,
 ) -> ChatAnswer[T]:
+    """Ask the models of a section for a chat completion, as ``put`` does.
+
+    ``params`` are parameters of this request, beside each model's own. Raises NoAnswerError.
+    """
+
+    async def complete(client: EndpointClient, timeout: float, use: Use) -> Completion:
+        return await client.complete(messages, {**client.endpoint.params, **(params or {})}, timeout, use)
+
+    return await put(section, complete, estimated_tokens(messages), read, deadline)
+
+
+async def put(
+    section: AgentSection, request: Request, tokens: int, read: Callable[[str], T | None], deadline: Deadline
+) -> ChatAnswer[T]:
     """Return what ``read`` finds in the reply of the first model that gives one; it returns None otherwise.
 
-    Each model may use an equal share of the time that is left, for up to ``max_retries`` requests: a model
-    that hangs never uses up the time of the next. A model that must be left alone for longer is skipped.
-    Waiting for this process's own limits does not count. ``params`` are parameters of this request, beside
-    each model's own. Raises NoAnswerError.
+    Each model may use an equal share of the time that is left, for up to ``max_retries`` of ``request``, of
+    about ``tokens`` each: a model that hangs never uses up the time of the next. A model that must be left
+    alone for longer is skipped. Waiting for this process's own limits does not count. Raises NoAnswerError.
     """
     budget = _budgets.setdefault(section.name, CallBudget())
     budget.limit = section.cost_limit
-    question = _Question(section, messages, read, deadline, budget, params or {})
+    question = _Question(section, request, tokens, read, deadline, budget)
     started = asyncio.get_running_loop().time()
     for index, endpoint in enumerate(section.models):
         share = deadline.left() / (len(section.models) - index)
@@ -534,11 +566,11 @@ async def ask(
 @dataclass(slots=True)
 class _Question(Generic[T]):
     section: AgentSection
-    messages: Messages
+    request: Request
+    tokens: int
     read: Callable[[str], T | None]
     deadline: Deadline
     budget: CallBudget
-    params: Mapping[str, Any]
     spent: Spent = field(default_factory=Spent)
     problems: list[str] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
@@ -593,9 +625,7 @@ class _Question(Generic[T]):
             if left < _LEAST_SECONDS:
                 raise LLMError(EndpointProblem.TIMED_OUT, "no time was left for the request")
             self.spent.requests += 1
-            params = {**client.endpoint.params, **self.params}
-            timeout = min(self.section.timeout, left)
-            reply = await client.complete(self.messages, params, timeout, use)
+            reply = await self.request(client, min(self.section.timeout, left), use)
         finally:
             client.limits.release()
         self.spent.add(reply)
@@ -607,7 +637,7 @@ class _Question(Generic[T]):
         with self.deadline.paused():
             try:
                 async with asyncio.timeout(QUEUE_SECONDS):
-                    return await client.limits.acquire(estimated_tokens(self.messages))
+                    return await client.limits.acquire(self.tokens)
             except TimeoutError as error:
                 text = f"this process's own limits let no request pass in {QUEUE_SECONDS:g} s"
                 raise LLMError(EndpointProblem.RATE_LIMITED, text) from error

@@ -45,16 +45,14 @@ from agentrl.errors import (
     quoted,
 )
 from agentrl.inference.engine import Generation, Held
-from agentrl.llm.agent_config import load_judge
 from agentrl.local.mongod import EmbeddedMongo
 from agentrl.local.parity import started_engine
 from agentrl.observe.terminal import clean, stdout_console
 from agentrl.rollout.load_tasks import is_address, open_source
-from agentrl.rollout.preflight import TaskNames
+from agentrl.rollout.preflight import TaskNames, require_judge
 from agentrl.rollout.setup import allow_configured_imports, live_engines, model_folder, open_worker
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.answers import check_schema, require_readable
-from agentrl.scoring.judge import JUDGES
 from agentrl.scoring.scorers import require_scorer
 from agentrl.screens.trajectory_page import render_trajectory
 from agentrl.screens.views.read import Views, WholeTrajectory
@@ -297,8 +295,7 @@ def _require_usable(configs: Configs, task: Task) -> None:
         require_readable(task)
     except BadTaskError as error:
         raise TaskFileError(f"task {task.task_id}: {error}", hint="see docs/scoring.md") from error
-    if not JUDGES.isdisjoint(scorer_weights(task.scorer)):
-        load_judge(configs[SamplingConfig].agent_config_path)
+    require_judge(scorer_weights(task.scorer), configs[SamplingConfig].agent_config_path)
 
 
 def _trial_configs(configs: Configs, folder: str) -> Configs:

@@ -132,18 +132,20 @@ def _cut_layers(model: Any, kinds: list[int]) -> None:
 
 def _cut_vocabulary(model: Any) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
+    if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear | None):
         return
-    is_tied = head.weight is embedding.weight
+    is_tied = head is not None and head.weight is embedding.weight
     size = min(_VOCABULARY, embedding.num_embeddings)
     embedding.weight = nn.Parameter(embedding.weight[:size])
     # Drop the padding id: torch refuses one beyond the rows that are left.
     embedding.num_embeddings, embedding.padding_idx = size, None
+    model.config.get_text_config().vocab_size = size
+    if head is None:  # a reward model's decoder
+        return
     head.weight = embedding.weight if is_tied else nn.Parameter(head.weight[:size])
     head.out_features = size
     if head.bias is not None:
         head.bias = nn.Parameter(head.bias[:size])
-    model.config.get_text_config().vocab_size = size
 
 
 def _randomize(model: Any) -> None:

@@ -237,26 +237,47 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 def load_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Load the model in ``folder`` with its weights in ``dtype``; ModelError if it cannot be loaded whole."""
+    model, report = load_as(_model_class(folder), folder, config, dtype)
+    check_report(str(folder), model, report)
+    return model
+
+
+def load_as(
+    kind: Any, folder: Path, config: ModelConfig, dtype: torch.dtype, **settings: Any
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """Load ``folder`` by transformers' class ``kind``; return the model and what was not loaded.
+
+    ``settings`` are fields of the configuration. Raises ModelError.
+    """
     disable_progress_bar: Callable[[], None] = transformers_logging.disable_progress_bar
     disable_progress_bar()
     with ONE_BUILD, _explained(folder):
-        model, report = _model_class(folder).from_pretrained(
+        model, report = kind.from_pretrained(
             str(folder),
             dtype=dtype,
             attn_implementation="sdpa",
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
+            **settings,
         )
-    check_report(str(folder), model, report)
-    return cast(PreTrainedModel, model)
+    return cast(PreTrainedModel, model), report
 
 
 def empty_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return what ``load_model`` does, on the meta device: without reading weights."""
+    return empty_as(_model_class(folder), folder, config, dtype)
+
+
+def empty_as(
+    kind: Any, folder: Path, config: ModelConfig, dtype: torch.dtype, **settings: Any
+) -> PreTrainedModel:
+    """Return the model of ``load_as`` on the meta device: without reading weights."""
     # Keep linspace off the meta device: models' own code may call .item() on its result.
     with ONE_BUILD, _explained(folder), torch.device("meta"), meta_device_safe_creation_ops():
-        found = AutoConfig.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code)
-        model = _model_class(folder).from_config(
+        found = AutoConfig.from_pretrained(
+            str(folder), trust_remote_code=config.trust_remote_code, **settings
+        )
+        model = kind.from_config(
             found, dtype=dtype, attn_implementation="sdpa", trust_remote_code=config.trust_remote_code
         )
     kept = tuple(model._get_dtype_plan(dtype))  # names of what the model's class keeps in float32

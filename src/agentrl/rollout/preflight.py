@@ -22,6 +22,7 @@ from agentrl.rollout.agents import AGENTS, check_agent
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.groups import ESTIMATORS, GROUP_FILTERS
 from agentrl.scoring.judge import JUDGES
+from agentrl.scoring.reward_model import REWARD, RewardModel, refused_endpoints
 from agentrl.scoring.scorers import SCORERS
 from agentrl.tools.pool import ToolPool
 
@@ -107,10 +108,12 @@ def require_groups(groups: GroupConfig, num_generations: int) -> None:
         )
 
 
-def require_judge(names: Mapping[str, Collection[str]], path: str) -> None:
-    """Raise ConfigError if tasks use a judge whose file cannot be used; ``names`` as of ``ReadResult``."""
-    if not JUDGES.isdisjoint(names["scorer"]):
+def require_judge(scorers: Collection[str], path: str) -> None:
+    """Raise ConfigError if ``scorers`` need a judge or a reward model that cannot be used."""
+    if not JUDGES.isdisjoint(scorers):
         load_judge(path)
+    if REWARD in scorers:
+        RewardModel.open(path)
 
 
 async def probe(
@@ -126,8 +129,9 @@ async def probe(
     """Try the names in the unfinished tasks of ``split``. Raises ConfigError with all that cannot be used.
 
     ``groups`` are the rules of a split that is trained; ``agent`` names the agent of tasks that name none. A
-    judge that does not answer is only a warning. Names of tool servers that only a manager knows, which is
-    down, are checked later: ``require_tools``. Refuses tasks with images if ``chat_format`` shows none.
+    judge or reward model that does not answer is only a warning. Names of tool servers that only a manager
+    knows, which is down, are checked later: ``require_tools``. Refuses tasks with images if ``chat_format``
+    shows none.
     """
     named = await store.tasks.references(split)
     flags = agent or AgentConfig()
@@ -140,6 +144,7 @@ async def probe(
     if groups is not None:
         problems += _group_problems(groups, named)
     problems += await _judge_problems(named, sampling.agent_config_path)
+    problems += await _reward_problems(named, sampling.agent_config_path)
     if problems:
         raise _refusal(problems, split)
 
@@ -216,6 +221,19 @@ async def _judge_problems(named: TaskReferences, path: str) -> list[str]:
         return [_problem(error, named.scorers[judged[0]])]
     await asyncio.gather(*map(_reach, section.models))
     return []
+
+
+async def _reward_problems(named: TaskReferences, path: str) -> list[str]:
+    """Return why the reward model of the tasks cannot be used; log a warning for servers that are down."""
+    if REWARD not in named.scorers:
+        return []
+    try:
+        wrong, down = await refused_endpoints(await asyncio.to_thread(RewardModel.open, path))
+    except AgentRLError as error:
+        return [_problem(error, named.scorers[REWARD])]
+    for problem in down:
+        logger.warning("the reward model cannot be reached now", extra={"why": problem})
+    return wrong
 
 
 def _problems_of(check: Callable[[], object], task: str | None = None) -> list[str]:

@@ -392,7 +392,7 @@ async def sample(configs: Configs) -> None:
         is_named = configs[ModelConfig].model_name_or_path is not None
         chat_format = await open_format(None, configs) if is_named else None
         if read is not None and not await run_exists(run):
-            require_judge(read.names, sampling.agent_config_path)
+            require_judge(read.names["scorer"], sampling.agent_config_path)
         async with await open_store(run) as store:
             await begin_run(store, configs, "sample", sampler_settings(configs))
             await begin_model(store, configs[ModelConfig].model_name_or_path, "sample")

@@ -173,6 +173,7 @@ SCORERS: Registry[Scorer] = Registry(
     built_in=(
         "agentrl.scoring.answers",
         "agentrl.scoring.judge",
+        "agentrl.scoring.reward_model",
         "agentrl.environments.environment",
         "agentrl.worlds.code",
     ),

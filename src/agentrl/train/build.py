@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from agentrl.distributed.build_policy import (
 )
 from agentrl.distributed.load_shards import load_shards
 from agentrl.distributed.mesh import Mesh, World, check_flags, plan_layout, single_process
-from agentrl.distributed.parallel_model import parallelize
+from agentrl.distributed.parallel_model import ParallelModel, parallelize
 from agentrl.documents.training import BYTES_PER_TOKEN
 from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.settings import LossSettings
@@ -78,11 +79,15 @@ def build_trainer(
     total_steps: int | None,
     world: World | None = None,
     precision: Precision | None = None,
+    load: Callable[..., Policy] = load_run_policy,
+    split: Callable[..., ParallelModel] = split_policy,
+    trains: Callable[..., PolicyTrainer] = PolicyTrainer,
 ) -> PolicyTrainer:
     """Load the model and build what trains it. Every rank of ``world`` calls it; default: a single process.
 
     ``weights`` is a checkpoint's model folder, loaded in place of the base model's weights. ``total_steps``
     is the end of a decaying schedule. ``precision`` is by default ``step_precision``, in a single process.
+    ``load``, ``split`` and ``trains`` are those of another model than a policy.
     Raises ModelError and ConfigError.
     """
     world = world or single_process()
@@ -100,7 +105,7 @@ def build_trainer(
     check_flags(layout, configs[AdapterConfig], memory)
     # Seed every rank alike: each draws the first numbers of the adapters, and keeps its shard of them.
     set_seed(configs[RunConfig].seed)
-    policy = load_run_policy(configs, weights, precision, world)
+    policy = load(configs, weights, precision, world)
     replay = build_replay(flags, memory, policy)
     mode = checkpointing_mode(memory, train.gradient_checkpointing)
     on_host = world.device.type == "cpu"
@@ -111,7 +116,7 @@ def build_trainer(
         compile_layers(policy.model)
     # Freeze before the split: how gradients are reduced depends on the bytes that are trained.
     freeze(policy.model, optim.freeze)
-    model = split_policy(policy, layout, configs, precision, world)
+    model = split(policy, layout, configs, precision, world)
     # Build it after the split, which puts other parameters in place of the model's.
     optimizer = build_optimizer(policy.model, optim, memory)
     scheduler = build_scheduler(optimizer, optim, total_steps)
@@ -119,7 +124,7 @@ def build_trainer(
         settings, flags, policy, model.mesh, world.device, precision.products, max_tokens=train.max_tokens
     )
     updates = optim.num_epochs_per_batch * optim.mini_batches
-    return PolicyTrainer(
+    return trains(
         policy=policy,
         model=model,
         optimizer=optimizer,

@@ -350,6 +350,11 @@ class Controller:
         self._broadcast("train", tuple(data), ages, images)
         return self.trainer.train(data, ages, images)
 
+    def compute(self, name: str, *arguments: Any) -> Any:
+        """Call a method of each rank's trainer, one of ``follow``'s ``methods``; return rank 0's result."""
+        self._broadcast(name, *arguments)
+        return getattr(self.trainer, name)(*arguments)
+
     def to_host(self) -> None:
         """Move weights and moments to the host's memory on all ranks."""
         self._broadcast("to_host")
@@ -394,8 +399,11 @@ def lead(world: World, build: Callable[..., PolicyTrainer], *arguments: Any) -> 
     return Controller(trainer, trainer.policy, world, _writer(trainer, world))
 
 
-def follow(world: World, build: Callable[..., PolicyTrainer]) -> None:
-    """Execute rank 0's commands until ``end``; for every other rank. Before ``build`` comes no other."""
+def follow(world: World, build: Callable[..., PolicyTrainer], methods: Sequence[str] = ()) -> None:
+    """Execute rank 0's commands until ``end``; for every other rank. Before ``build`` comes no other.
+
+    ``methods`` are those of the trainer that ``Controller.compute`` may call.
+    """
     world.use_device()
     name, arguments = world.receive()
     if name == "end":
@@ -409,6 +417,7 @@ def follow(world: World, build: Callable[..., PolicyTrainer]) -> None:
         "write_version": writer.write_version,
         "hold_version": writer.hold_version,
         "write_checkpoint": writer.write_checkpoint,
+        **{method: getattr(trainer, method) for method in methods},
     }
     name, arguments = world.receive()
     while name != "end":

@@ -7,10 +7,11 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,7 +47,7 @@ from agentrl.errors import ConfigError, ImageError, TaskFileError, TrainingError
 from agentrl.losses.settings import LossSettings, check_idle
 from agentrl.model.flops import Precision
 from agentrl.train.build import build_trainer
-from agentrl.train.controller import follow, lead
+from agentrl.train.controller import Controller, follow, lead
 from agentrl.train.optimizer import schedule_length
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import atomic_model_folder, base_folder
@@ -149,7 +150,7 @@ def read_conversations(
     """
     conversations: list[TokenizedConversation] = []
     images: dict[str, Image] = {}
-    for number, line in _lines(path):
+    for number, line in read_lines(path):
         try:
             item = json.loads(line)
             messages, shown = show_images(_messages(item), item.get("images"), path.parent)
@@ -164,7 +165,7 @@ def read_conversations(
     return conversations, images
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -208,7 +209,7 @@ def fine_tune(configs: Configs) -> None:
     ``configs`` has an SFTConfig too. Raises ConfigError for flags that name no data or no usable folder.
     """
     configs = with_launch_settings(configs)
-    _check_flags(configs)
+    check_flags(configs, _READ)
     with launched_world(base_folder(configs[ModelConfig])) as world:
         if world.rank > 0:
             follow(world, partial(_build, configs, world))
@@ -216,12 +217,13 @@ def fine_tune(configs: Configs) -> None:
             _fine_tune(configs, world)
 
 
-def _check_flags(configs: Configs) -> None:
-    check_idle(configs, LossSettings(loss_calculater="CrossEntropy"), _READ)
+def check_flags(configs: Configs, read: Collection[str]) -> None:
+    """Raise ConfigError for flags that name no data or no usable folder; ``read`` are those of training."""
+    check_idle(configs, LossSettings(loss_calculater="CrossEntropy"), read)
     of_training = {*flag_names(TrainConfig, LossConfig, GroupConfig), *_RL_ALONE}
     if configs[TrainConfig].max_steps > 0:
         of_training.add("num_train_epochs")
-    unread = sorted(configs.given & of_training - _READ)
+    unread = sorted(configs.given & of_training - set(read))
     if unread:
         logger.warning("agentrl sft does not read --%s", ", --".join(unread))
     sources = (configs[TaskConfig].train_file, configs[SFTConfig].sft_from_records)
@@ -262,41 +264,83 @@ def _check_output(configs: Configs) -> None:
 
 
 def _fine_tune(configs: Configs, world: World) -> None:
-    settings, train, seed = configs[SFTConfig], configs[TrainConfig], configs[RunConfig].seed
-    started = time.perf_counter()
     data, images = _read(configs)
+    controller, steps = start(configs, world, partial(_build, configs, world), len(data), data)
+    logger.info("%d trajectories, %d steps of %d", len(data), steps, configs[SFTConfig].batch_size)
+    train_steps(configs, controller, [[item] for item in data], steps, images)
+    save(configs, controller, steps)
+    controller.end()
+
+
+def start(
+    configs: Configs,
+    world: World,
+    build: Callable[..., PolicyTrainer],
+    units: int,
+    data: Sequence[DBRecordData],
+) -> tuple[Controller, int]:
+    """Build the trainer of ``data`` on all ranks; return its controller, and how many steps it will make.
+
+    A batch has ``--batch_size`` of ``units``. ``build`` takes steps, tokens of a micro-batch, and precision.
+    """
+    train = configs[TrainConfig]
     steps = train.max_steps
     if steps <= 0:
-        steps = schedule_length(len(data), settings.batch_size, configs[TaskConfig].num_train_epochs)
+        steps = schedule_length(units, configs[SFTConfig].batch_size, configs[TaskConfig].num_train_epochs)
     max_tokens = train.max_tokens
     if not torch.accelerator.is_available():
         max_tokens = min(max_tokens, max(CPU_MICRO_BATCH_TOKENS, *(item.tokens for item in data)))
     precision = step_precision(configs[ModelConfig], train, world)
-    controller = lead(world, partial(_build, configs, world), steps, max_tokens, precision)
-    logger.info("%d trajectories, %d steps of %d", len(data), steps, settings.batch_size)
-    batches = _batches(len(data), settings.batch_size, seed)
+    return lead(world, build, steps, max_tokens, precision), steps
+
+
+def train_steps(
+    configs: Configs,
+    controller: Controller,
+    units: Sequence[Sequence[DBRecordData]],
+    steps: int,
+    images: Images = MappingProxyType({}),
+    shown: Sequence[str] = (),
+) -> None:
+    """Train ``steps`` batches of whole ``units``, each epoch in a new order; log ``shown`` metrics."""
+    settings, started = configs[SFTConfig], time.perf_counter()
+    batches = _batches(len(units), settings.batch_size, configs[RunConfig].seed)
     for step, chosen in zip(range(1, steps + 1), batches, strict=False):
-        batch = [data[index] for index in chosen]
+        batch = [item for index in chosen for item in units[index]]
         named = {image.sha256 for item in batch for image in item.images}
         result = controller.train(batch, None, {key: images[key] for key in named})
         if not result.is_finite:
             raise TrainingError(f"the loss of step {step} is not finite", hint="lower --learning_rate")
         if step % settings.log_steps == 0 or step in (1, steps):
+            metrics = result.metrics
             logger.info(
-                "step %d/%d  loss %.4f  grad %.3f  lr %.2e  %.0f s",
-                step, steps, result.metrics["loss"], result.metrics["grad_norm"], result.metrics["lr"],
-                time.perf_counter() - started,
+                "step %d/%d  loss %.4f%s  grad %.3f  lr %.2e  %.0f s",
+                step, steps, metrics["loss"], "".join(f"  {name} {metrics[name]:.3f}" for name in shown),
+                metrics["grad_norm"], metrics["lr"], time.perf_counter() - started,
             )  # fmt: skip
+
+
+def save(
+    configs: Configs, controller: Controller, steps: int, complete: Callable[[Path], None] | None = None
+) -> None:
+    """Write the model to ``--output_dir``, as a whole; ``complete`` changes its folder before it is there."""
     output = Path(configs[RunConfig].output)
     with atomic_model_folder(output, controller.writer.model.bytes) as temporary:
         controller.write_version(steps, temporary).result()
+        if complete is not None:
+            complete(temporary)
     logger.info("saved %s", output)
-    controller.end()
 
 
 def _build(
     configs: Configs, world: World, steps: int, max_tokens: int, precision: Precision
 ) -> PolicyTrainer:
+    configs = supervised(configs, max_tokens)
+    return build_trainer(configs, weights=None, total_steps=steps, world=world, precision=precision)
+
+
+def supervised(configs: Configs, max_tokens: int) -> Configs:
+    """Return flags with which a trainer makes one update of a batch, and stores nothing beside its model."""
     shared = configs[LossConfig]
     loss = LossConfig(  # with the run's reduction, without bounds or corrections
         loss_calculater="CrossEntropy",
@@ -305,8 +349,7 @@ def _build(
     )
     optim = replace(configs[OptimConfig], num_epochs_per_batch=1, mini_batches=1)
     train = replace(configs[TrainConfig], max_tokens=max_tokens, token_statistics_mib=0.0, publish="full")
-    configs = Configs([*configs, loss, optim, train], configs.given)
-    return build_trainer(configs, weights=None, total_steps=steps, world=world, precision=precision)
+    return Configs([*configs, loss, optim, train], configs.given)
 
 
 def _read(configs: Configs) -> tuple[list[DBRecordData], Images]:

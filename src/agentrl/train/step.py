@@ -632,6 +632,18 @@ class PolicyTrainer:
             max_tokens=self.max_tokens, merging=self.prefix_merging, ages=ages, images=images,
         )  # fmt: skip
 
+    def add_gradients(
+        self,
+        forests: Sequence[TokenForest],
+        data: Sequence[DBRecordData],
+        watch: Stopwatch,
+        **others: Any,
+    ) -> dict[str, Any]:
+        """Run ``forward_backward`` with the run's loss; ``others`` are more of its arguments."""
+        return forward_backward(
+            self.model, forests, self.settings, options=self.options, data=data, watch=watch, **others
+        )
+
     def _update(
         self,
         forests: Sequence[TokenForest],
@@ -644,16 +656,7 @@ class PolicyTrainer:
         # Set it for recomputation: transformers recomputes layers in training mode alone. Dropout is 0.
         self.model.train()
         with explain_out_of_memory(self.memory, self.max_tokens, ranks=self.model.mesh.layout.world):
-            metrics = forward_backward(
-                self.model,
-                forests,
-                self.settings,
-                options=self.options,
-                watch=watch,
-                recorder=recorder,
-                data=data,
-                left_out=left_out,
-            )
+            metrics = self.add_gradients(forests, data, watch, recorder=recorder, left_out=left_out)
         watch.lap("forward")
         if any(item.images for item in left_out):  # their tower's gradient is 0 too, and its moments decay
             for parameter in self.model.parameters():
