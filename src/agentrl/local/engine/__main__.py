@@ -2,7 +2,8 @@
 
     python -m agentrl.local.engine --model_path DIR --port 30000
 
-The server batches continuously, reuses the KV cache of common prefixes, and has SGLang's HTTP API.
+The server batches continuously, reuses the KV cache of common prefixes, and has SGLang's HTTP API. A reward
+model's folder is served at ``/classify``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import functools
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from agentrl.errors import AgentRLError, ConfigError
 
@@ -39,16 +42,17 @@ def run_local_server(
     ``max_total_tokens`` is the size of the KV cache; it, ``max_model_len`` and the model limit the context.
     ``chunk_tokens`` limits the prompt tokens of one forward pass: a larger value is faster, a smaller one
     delays running requests less.
+    A reward model has no KV cache: ``max_total_tokens`` and ``max_running_requests`` limit a forward pass.
     Raises ModelError if the model cannot be served, and ConfigError for an unknown ``dtype``.
     """
     import torch
-    import uvicorn
 
-    from agentrl.base.bounded_http import BoundedProtocol, for_own_hosts
     from agentrl.chat.model_folder import read_chat_files
     from agentrl.local.engine.model import LocalModel
+    from agentrl.local.engine.rewards import RewardServer
     from agentrl.local.engine.scheduler import Scheduler
     from agentrl.local.engine.server import EngineWorker, LocalEngineServer
+    from agentrl.model.reward_head import is_reward_model
 
     kinds = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in kinds:
@@ -57,6 +61,16 @@ def run_local_server(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
 
+    if is_reward_model(Path(model_path)):
+        if quantization != "none":
+            raise ConfigError(f"--quantization {quantization}: a reward model is served as it is stored")
+        rewards = RewardServer(
+            model_path, dtype=kinds[dtype], device=torch.device(device), max_requests=max_running_requests,
+            max_tokens=max_total_tokens, max_model_len=max_model_len, instance=instance,
+            version=weight_version,
+        )  # fmt: skip
+        _serve(rewards.app(), host, port)
+        return
     model = LocalModel(model_path, dtype=kinds[dtype], device=torch.device(device), fp8=quantization == "fp8")
     try:
         cache = model.new_cache(max_total_tokens)
@@ -72,8 +86,16 @@ def run_local_server(
     context_length = min(max_model_len or model.max_position, model.max_position, max_total_tokens)
     tokenizer = functools.cache(lambda: read_chat_files(model_path).tokenizer)
     server = LocalEngineServer(EngineWorker(scheduler), model, context_length, instance, tokenizer)
+    _serve(server.app(), host, port)
+
+
+def _serve(app: Any, host: str, port: int) -> None:
+    import uvicorn
+
+    from agentrl.base.bounded_http import BoundedProtocol, for_own_hosts
+
     uvicorn.run(
-        for_own_hosts(server.app(), host), host=host, port=port, log_level="warning", access_log=False,
+        for_own_hosts(app, host), host=host, port=port, log_level="warning", access_log=False,
         http=BoundedProtocol, timeout_graceful_shutdown=3,
     )  # fmt: skip
 
