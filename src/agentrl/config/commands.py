@@ -161,7 +161,6 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl sft --model_name_or_path models/Qwen3-0.6B --train_file conversations.jsonl"
         " --output_dir output/sft",
         "agentrl sft --config run.yaml --sft_from_records math --sft_min_score 1 --output_dir output/sft",
-        "agentrl sft --objective reward --config run.yaml --sft_from_records math --output_dir output/reward",
     ),
     "agentrl dashboard": (
         "agentrl dashboard",

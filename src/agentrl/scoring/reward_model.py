@@ -18,13 +18,13 @@ from typing import Any, Self
 
 from agentrl.base.concurrency import Deadline, current_deadline
 from agentrl.chat.chat_format import ChatFormat, Message, require_text_only
+from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import AgentRLError, ConfigError, ModelError, ScorerError, judge
 from agentrl.llm.agent_config import RewardEndpoint, RewardSection, load_reward
 from agentrl.llm.chat import Completion, EndpointClient, LLMError, NoAnswerError, Use, endpoint_client, put
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
-from agentrl.weights.folder import read_config
 
 REWARD = "reward_model"
 """The scorer's name, and that of its section in ``--agent_config_path``."""
@@ -158,7 +158,7 @@ def _changed(folder: Path) -> tuple[int, ...]:
 @lru_cache(maxsize=4)
 def _open_folder(folder: Path, changed: tuple[int, ...]) -> tuple[ChatFormat, RewardScale | None, int | None]:
     chat_format = open_chat_format(folder, ModelConfig())
-    context = read_config(folder).get("max_position_embeddings")
+    context = read_chat_files(folder).config.get("max_position_embeddings")
     return chat_format, RewardScale.read(folder), context if isinstance(context, int) else None
 
 

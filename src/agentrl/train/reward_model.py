@@ -43,7 +43,7 @@ from agentrl.distributed.mesh import World, launched_world
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
-from agentrl.errors import AgentRLError, ConfigError, ModelError, TaskFileError
+from agentrl.errors import AgentRLError, ConfigError, ModelError, TaskFileError, TrajectoryError
 from agentrl.model.flops import Precision, Stopwatch
 from agentrl.model.load import Policy, disable_dropout, load_tokenizer
 from agentrl.model.logprobs import ForwardOptions
@@ -170,12 +170,14 @@ def _side(item: Mapping[str, Any], key: str, role: str) -> list[Message]:
 async def groups_of_records(run: RunConfig, split: str, chat_format: ChatFormat) -> list[PairGroup]:
     """Return the scored trajectories of a run by group, rendered as the scorer ``reward_model`` renders them.
 
-    A trajectory without a conversation is left out. Raises ConfigError if there is none with one.
+    A trajectory without a conversation, or with one that the template does not render, is left out. Raises
+    ConfigError if none is left.
     """
     from agentrl.store.client import open_existing
 
     found: dict[str, list[DBRecordData]] = defaultdict(list)
     questions: dict[str, str] = {}
+    unread: Counter[str] = Counter()
     async with await open_existing(run) as store:
         records = await store.records.scored(split, -float("inf"))
         for record in records:
@@ -187,19 +189,26 @@ async def groups_of_records(run: RunConfig, split: str, chat_format: ChatFormat)
             messages = stored_context(task, record, calls, "").messages
             if not messages or record.score is None:
                 continue
-            ids = render_trajectory(chat_format, messages)
+            try:
+                ids = render_trajectory(chat_format, messages)
+            except TrajectoryError as error:
+                unread[error.message] += 1
+                continue
             found[record.task].append(trajectory_data(record.id, ids, record.task, record.score))
             questions[record.task] = record.query
     kept = sum(map(len, found.values()))
     if not kept:
         raise ConfigError(
-            f"run {run.run_name}: none of {len(records)} scored Records of split {split} has a conversation",
+            f"run {run.run_name}: none of {len(records)} scored Records of split {split} has a conversation"
+            " that can be read",
             hint="see `agentrl audit records` for the run's scores",
         )
     if kept < len(records):
+        why = "".join(f"; {count} because {problem}" for problem, count in unread.most_common(3))
         logger.warning(
-            "%d of %d Records have no conversation, and are left out", len(records) - kept, len(records)
-        )
+            "%d of %d Records have no conversation that can be read, and are left out%s",
+            len(records) - kept, len(records), why,
+        )  # fmt: skip
     return [PairGroup(tuple(items), questions[task]) for task, items in found.items()]
 
 
