@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_llm import fake_llm
 from rollout_fakes import FakeTools
 from test_sampling import Setting, task
 from tiny_policy import write_tiny_policy
@@ -40,6 +41,7 @@ scorer_agent:
         ({"answer_schema": "two words"}, "answer_schema is 'two words'"),
         ({"tools": ("nowhere",)}, "unknown tool server nowhere"),
         ({"scorer": "agentcpm"}, "none.yml cannot be read"),
+        ({"scorer": "reward_model"}, "none.yml cannot be read"),
         ({"slots": 1}, "--num_generations is 1, so no group's scores can differ"),
     ],
 )
@@ -71,6 +73,21 @@ async def test_what_can_be_used_passes_and_a_judge_that_is_away_is_a_warning(
     assert "the judge cannot be reached now" in caplog.text
     await probe(store, FakeTools(), sampling, "eval")
     await probe(store, FakeTools(), sampling, "nothing is loaded", GroupConfig())
+
+
+async def test_a_server_that_is_no_reward_model_is_refused_and_one_that_is_down_is_a_warning(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await store.tasks.load([task("a", scorer="0.5*exact + 0.5*reward_model")])
+    folder = str(write_tiny_policy(tmp_path / "model"))
+    async with fake_llm(tmp_path) as server:
+        path = server.write_config("reward_model", "m", folder=folder)
+        server.path = "/generate"
+        with pytest.raises(ConfigError, match="reward_model: m: server error: HTTP 404"):
+            await probe(store, FakeTools(), SamplingConfig(agent_config_path=path), "train", GroupConfig())
+        server.path, server.replies = None, {"": [503]}
+        await probe(store, FakeTools(), SamplingConfig(agent_config_path=path), "train", GroupConfig())
+    assert "the reward model cannot be reached now" in caplog.text
 
 
 @pytest.mark.parametrize(
