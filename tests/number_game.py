@@ -111,3 +111,25 @@ class Faulty(Environment):
         """May fail, which is only logged."""
         self.torn_down.append(self.task.task_id)
         self._fail("teardown")
+
+
+@environment("corridor")
+class Corridor(Environment):
+    """Walk to the end of a corridor, whose places look alike."""
+
+    def setup(self) -> None:
+        """Begin at the left end."""
+        self.place = 0
+
+    def step(self, text: str) -> Observation:
+        """Go right or left."""
+        self.place = max(0, self.place + (1 if text == "right" else -1))
+        return Observation("a wall", done=self.place == 3)
+
+    def anchor_state(self) -> Any:
+        """The place, or what the task asks for."""
+        return self.task.meta.get("state", str(self.place))
+
+    def reward(self) -> float:
+        """1 at the right end."""
+        return float(self.place == 3)

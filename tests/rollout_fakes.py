@@ -147,7 +147,7 @@ def make_rollout(
     calls = TrajectoryCalls(
         claim, config, chat_format=chat_format, engine=engine, params=params or SamplingParams(), seed=seed,
         writer=_Writes(write), journal=journal or Journal((), nothing, nothing), hold=call_at_once,
-        images=images or MemoryImages(), environment=environment,  # type: ignore[arg-type]
+        images=images or MemoryImages(), environment=environment, tools=tools,  # type: ignore[arg-type]
     )  # fmt: skip
     return Rollout(
         claim, config, calls=calls, tools=tools or FakeTools(), schemas=schemas,  # type: ignore[arg-type]

@@ -28,6 +28,8 @@ from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     Event,
     ToolExecution,
+    read_digest,
+    state_digest,
     storable_arguments,
     unpack_floats,
     unpack_ids,
@@ -83,6 +85,15 @@ class Steps(Protocol):
         """Return what it keeps between messages."""
         ...
 
+    @property
+    def names_states(self) -> bool:
+        """Return whether it says in which state a model call is made."""
+        ...
+
+    async def anchor_state(self) -> str | bytes | None:
+        """Return the state that it is in; None: the call's is what the model reads."""
+        ...
+
     async def replay(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> int | None:
         """Give stored messages to it again; return the index of the first that is answered otherwise."""
         ...
@@ -117,6 +128,7 @@ class TrajectoryCalls:
         hold: Hold,
         begin: Callable[[], None] = lambda: None,
         environment: Steps | None = None,
+        tools: Tools | None = None,
     ) -> None:
         """``writer`` stores model calls; ``journal`` has those of earlier owners; ``images`` the messages'.
 
@@ -124,7 +136,7 @@ class TrajectoryCalls:
         attempt that began it and the turn. With a batch-invariant engine the same run samples the same tokens
         again; a trajectory that begins anew is another sample. ``hold`` repeats a call while the engines or a
         fixed model are down. ``begin`` is asked before a tool or an event that the journal does not have; it
-        raises if no call may begin.
+        raises if no call may begin. ``tools`` are made again before ``environment`` is asked for its state.
         """
         self.chat_format = chat_format
         self.images = images
@@ -150,6 +162,7 @@ class TrajectoryCalls:
         self._writer = writer
         self._begin = begin
         self._environment = environment
+        self._tools = tools
         self._lost: FailureError | None = None
         self._rebuilding = asyncio.Lock()
         self._is_rebuilt = False
@@ -213,6 +226,7 @@ class TrajectoryCalls:
             params = self._params.replace(**changes).seeded(*self._seed, *(seed or (self.turns,)))
             params = self.budget.clamp(params, len(prompt.ids))
             images = await images_of(self.images, prompt.images)
+            anchor = await self._anchor(prompt)
             self._begin_keeping(role)
             with model_call_span(self.record, params) as span:
                 generation = await self.hold(
@@ -220,7 +234,7 @@ class TrajectoryCalls:
                         prompt.ids, params, progress, images, prompt.encoded, routed_from=prompt.routed_from
                     )
                 )
-                turn = self._parsed(prompt, generation, role, tools, params, executions)
+                turn = self._parsed(prompt, generation, role, tools, params, executions, anchor=anchor)
                 end_model_call(span, generation, prompt.new_messages, turn.response)
                 span.set({"agentrl.role": role, "agentrl.turn": self.turns})
             return turn
@@ -234,15 +248,31 @@ class TrajectoryCalls:
         params: SamplingParams,
         executions: Sequence[ToolExecution],
         stored: DispatchedSamplingTask | None = None,
+        anchor: str | None = None,
     ) -> Turn:
         parsed = parse(self.chat_format, prompt, generation, tools)
         turn = Turn(
             record=self.record, prompt=prompt, role=role, tools=tools, params=params,
             generation=generation, parsed=parsed, response=message_of(parsed, call_id_of(self.turns)),
-            read=executions, text=self.chat_format.decode(generation.output_ids),
+            read=executions, text=self.chat_format.decode(generation.output_ids), anchor=anchor,
         )  # fmt: skip
         self.add(turn, stored)
         return turn
+
+    async def _anchor(self, prompt: Prompt) -> str:
+        """Return the digest of the state in which the model answers: the environment's, else what it reads.
+
+        Raises TaskEnvironmentError, and what ``rebuild`` raises.
+        """
+        environment = self._environment
+        if environment is not None and environment.names_states:
+            if self._tools is not None:
+                # An earlier owner's calls are behind this one: the new instance has to have made them too.
+                await self.rebuild(self._tools)
+            state = await self.hold(environment.anchor_state)
+            if state is not None:
+                return state_digest(state)
+        return read_digest(prompt.messages)
 
     def add(self, turn: Turn, stored: DispatchedSamplingTask | None = None) -> None:
         """Count a call that was made or is ``stored``, and find its answer."""

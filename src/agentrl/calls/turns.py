@@ -81,6 +81,8 @@ class Turn:
     events: list[Event] = field(default_factory=list)
     snapshot: str | None = None
     fixed: FixedModelCall | None = None
+    anchor: str | None = None
+    """Digest of the state that it was made in."""
     changed_at: datetime = field(default_factory=now)
     """When it was made, or its last tool ended."""
     stored: DispatchedSamplingTask | None = None
@@ -230,6 +232,7 @@ class Turn:
             role=self.role,
             parent=prompt.parent,
             follows=prompt.follows,
+            anchor=self.anchor,
             drops_thoughts=prompt.drops_thoughts,
             opens_branch=prompt.opens_branch,
             fixed=self.fixed,

@@ -81,11 +81,30 @@ class GroupConfig(Flags):
     overlong_penalty: float = flag(
         1.0, "subtracted from the reward of a trajectory at --overlong_limit", within="(0, inf)"
     )
+    step_advantage: Literal["off", "gigpo"] = flag(
+        "off",
+        "credit single model calls: gigpo adds what --advantage makes of the discounted returns of the calls"
+        " that a group makes in the same state",
+    )
+    step_advantage_weight: float = flag(1.0, "weight of these advantages", within="(0, inf)")
+    turn_discount: float | None = flag(
+        None,
+        "discount per model call of later turn rewards, and with --step_advantage of the score (default: 0,"
+        " a call gets its own turn reward; with --step_advantage 0.95)",
+        within="[0, 1]",
+    )
     columns: str = flag(
         "",
         "columns that a trajectory waits for before it is trained: teacher (`agentrl teach` fills it),"
         " version_logprobs (`agentrl teach --self`), or ones that processes of your own fill",
     )
+
+    @property
+    def discount(self) -> float:
+        """``turn_discount``, resolved."""
+        if self.turn_discount is not None:
+            return self.turn_discount
+        return 0.0 if self.step_advantage == "off" else 0.95
 
     @property
     def column_names(self) -> tuple[str, ...]:
@@ -104,6 +123,12 @@ class GroupConfig(Flags):
             "--advantage maxrl divides by the mean of the rewards, and --overlong_buffer and"
             " --efficient_rewarding lower some below 0",
             "leave out one of the two",
+        )
+        require(
+            self.step_advantage == "off" or self.advantage != "reward",
+            f"--step_advantage {self.step_advantage} compares the calls of a group, and --advantage reward"
+            " compares nothing",
+            "use another --advantage, e.g. grpo or leave_one_out",
         )
         for name in self.column_names:
             require(

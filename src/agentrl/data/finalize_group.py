@@ -45,6 +45,7 @@ from agentrl.errors import AgentRLError, GroupError, StoreError, StoreUnavailabl
 from agentrl.scoring.groups import (
     BUILT_IN,
     Decision,
+    Steps,
     abandon,
     alone,
     decide_group,
@@ -52,6 +53,8 @@ from agentrl.scoring.groups import (
     filtered_of,
     recorded_decisions,
     rules_of,
+    shared_steps,
+    steps_of,
     summarize,
 )
 from agentrl.store.groups import GroupOutcome, StoredGroup, slot_problem
@@ -468,9 +471,10 @@ class GroupRules:
             return GroupOutcome(records=ready, summary=summed)
         filtered = self._filtered(task, scored)
         by_id = {record.id: record for record in scored}
+        steps = {key: steps_of(calls) for key, calls in group.calls.items()}
         converted = [
             self._convert(group, by_id[decision.record_id], decision)
-            for decision in self._decisions(task, scored, filtered)
+            for decision in self._decisions(task, scored, filtered, steps)
         ]
         data = tuple(data for _, _, data in converted if data is not None)
         masked = Counter(what for _, reasons, _ in converted for what in reasons)
@@ -482,6 +486,8 @@ class GroupRules:
             "filtered": [{"record": key, "because": because} for key, because in filtered.items()],
             "rules": rules,
         }
+        if self.config.step_advantage != "off":
+            summary["shared_steps"] = shared_steps(scored, steps)
         return GroupOutcome(data=data, records=tuple(each for each, _, _ in converted), summary=summary)
 
     def _filtered(self, task: Task, scored: Sequence[Record]) -> Mapping[str, str]:
@@ -491,12 +497,12 @@ class GroupRules:
         return self.filtered or {}
 
     def _decisions(
-        self, task: Task, scored: Sequence[Record], filtered: Mapping[str, str]
+        self, task: Task, scored: Sequence[Record], filtered: Mapping[str, str], steps: Steps
     ) -> Sequence[Decision]:
         if self.recorded and self.config.advantage not in BUILT_IN:
             return recorded_decisions(scored)
         # Seed by the task: the trainer decides the group again, and must draw the same.
-        return decide_group(scored, self.config, random.Random(f"{self.seed}/{task.id}"), filtered)
+        return decide_group(scored, self.config, random.Random(f"{self.seed}/{task.id}"), filtered, steps)
 
     def _convert(
         self, group: StoredGroup, record: Record, decision: Decision

@@ -449,6 +449,9 @@ class DispatchedSamplingTask(Root):
     """The prompt leaves out thoughts of the call before, as the chat format does, and so continues none."""
     follows: str | None = None
     """The call whose conversation this one continues, where a new prompt was rendered: it has no parent."""
+    anchor: str | None = None
+    """Digest of the state that it was made in (``state_digest``, ``read_digest``): ``--step_advantage``
+    compares the calls of a group that have the same. None: another model's call, or an old document."""
     status: CallStatus
     messages: tuple[dict[str, Any], ...]
     """The messages that were added after the parent's response.
@@ -639,6 +642,25 @@ class PartialGeneration(Document):
 def prompt_digest(ids: Sequence[int]) -> str:
     """Return the digest of a prompt's ids."""
     return hashlib.blake2b(pack_ids(ids), digest_size=16).hexdigest()
+
+
+def state_digest(state: str | bytes) -> str:
+    """Return the digest of the state that an environment gives."""
+    data = state if isinstance(state, bytes) else state.encode(errors="surrogatepass")
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def read_digest(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the digest of what the model answers: the contents of the messages since the last answer.
+
+    The ids of tool calls do not count: they differ between positions at which a tool returns the same.
+    """
+    read: list[object] = []
+    for message in reversed(messages):
+        if message.get("role") == "assistant":
+            break
+        read.append([message.get("role"), message.get("content")])
+    return state_digest(json.dumps(read, sort_keys=True, default=str))
 
 
 @dataclass(frozen=True, slots=True)

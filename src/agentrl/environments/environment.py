@@ -180,6 +180,14 @@ class Environment:
             f"{type(self).__name__} answers no messages", hint="define the method 'step'"
         )
 
+    def anchor_state(self) -> str | bytes | Awaitable[str | bytes | None] | None:
+        """Return the state in which the model answers next, as text or bytes; None: what the model reads.
+
+        ``--step_advantage`` compares the model calls of a group that are made in the same state. Leave out
+        what does not change what is best to do next, such as a count of the moves.
+        """
+        return None
+
     def reward(self) -> Reward | Awaitable[Reward]:
         """Return the reward of the final state, or None. It is stored in the Record before scoring.
 
@@ -500,6 +508,21 @@ class EnvironmentSession:
                 hint="return Observation(text, done)",
             )
         return Observation(replace_surrogates(observation.text), bool(observation.done), observation.role)
+
+    @property
+    def names_states(self) -> bool:
+        """Return whether the environment defines ``anchor_state``."""
+        return self._kind.anchor_state is not Environment.anchor_state
+
+    async def anchor_state(self) -> str | bytes | None:
+        """Return the state that it is in. Raises TaskEnvironmentError if it raises or is no text or bytes."""
+        state = await self._method("anchor_state", self.instance.anchor_state)
+        if state is None or isinstance(state, (str, bytes)):
+            return state
+        raise TaskEnvironmentError(
+            f"anchor_state of environment {self.name} returned {describe(state)}",
+            hint="return text or bytes that are the same for the same state, such as str(self.board)",
+        )
 
     async def replay(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> int | None:
         """Give stored messages to ``step`` again, in order; ``steps`` are (message, fields of the answer).

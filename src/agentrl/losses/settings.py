@@ -355,6 +355,20 @@ IDLE_RULES: tuple[IdleRule, ...] = (
         _UNREAD, _LEAVE_OUT,
     ),
     IdleRule(
+        ("step_advantage", "turn_discount"),
+        lambda flags, loss: loss.loss.reads_advantage or _by_advantage(flags),
+        _UNREAD, _LEAVE_OUT,
+    ),
+    IdleRule(
+        ("step_advantage_weight",), lambda flags, _: flags["step_advantage"] != "off",
+        "--step_advantage is off", "add --step_advantage gigpo, or leave it out",
+    ),
+    IdleRule(
+        ("step_advantage_weight",),
+        lambda flags, loss: loss.loss.reads_advantage or flags["minimal_advantage"] > 0,
+        _UNREAD, _LEAVE_OUT,
+    ),
+    IdleRule(
         ("overlong_limit", "overlong_penalty"), lambda flags, _: flags["overlong_buffer"] > 0,
         "--overlong_buffer is 0, so that no reward is lowered", "give --overlong_buffer, or leave it out",
     ),

@@ -254,7 +254,7 @@ class Worker:
             calls = TrajectoryCalls(
                 claim, self.agent, chat_format=self.chat_format, engine=engine, params=self.params,
                 seed=self.seed, writer=writer, journal=journal, images=self.store.images, hold=hold,
-                begin=begin, environment=environment,
+                begin=begin, environment=environment, tools=tools,
             )  # fmt: skip
             stack.push_async_callback(calls.stop_keeping)
             yield Rollout(

@@ -1,7 +1,8 @@
 """Decide a finished group: rewards, advantages, and which trajectories are trained; users may filter it.
 
 A call's reward comes from the scorer or, if the scorer gives none, from the tools that the call used. It is
-credited to the tokens of that call alone, beside the advantage of the trajectory's score.
+credited to the tokens of that call, and discounted to those of earlier ones, beside the advantage of the
+trajectory's score. With step advantages, the returns of the calls made in one state are compared.
 
 The rewards of one role are compared over the trajectories of a group that give it one. The tokens of a role
 are trained with the advantage of its own reward instead of that of the trajectory's score.
@@ -15,7 +16,8 @@ import copy
 import inspect
 import random
 import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -23,6 +25,7 @@ from agentrl.base.registry import Registry, refuse_bare
 from agentrl.base.user_code import contain_call, describe
 from agentrl.config.training import RIGHT_THRESHOLD, GroupConfig
 from agentrl.documents.document import LARGEST_SCORE, is_finite, is_score, replace_surrogates, score_problem
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS, Record
 from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.documents.task import Task
@@ -71,14 +74,17 @@ def stored_turn_rewards(
 def turn_advantages(records: Sequence[Record], config: GroupConfig) -> dict[str, tuple[float, ...]]:
     """Return the advantage of each model call from the group's turn rewards; empty without any.
 
-    The estimator compares the calls at the same position of all ``records``, so that no call is in its own
-    baseline. A trajectory that ended before that position, or has no turn rewards, has the reward 0 there.
+    The estimator compares the discounted returns of the calls at the same position of all ``records``, so
+    that no call is in its own baseline. A trajectory that ended before that position, or has no turn rewards,
+    has the return 0 there. Returns are compared, and no compared rewards added up: then how many baselines
+    are subtracted would depend on when a trajectory ends.
     """
     longest = max((len(record.turn_rewards) for record in records), default=0)
     if longest == 0:
         return {}
+    returns = [turn_returns(record, config.discount) for record in records]
     columns = [
-        [value * config.adv_scaling for value in estimate(config.advantage, _column(records, index))]
+        [value * config.adv_scaling for value in estimate(config.advantage, _column(returns, index))]
         for index in range(max(longest, *(record.stored_calls for record in records)))
     ]
     lengths = [max(record.stored_calls, len(record.turn_rewards)) for record in records]
@@ -88,15 +94,112 @@ def turn_advantages(records: Sequence[Record], config: GroupConfig) -> dict[str,
     }
 
 
-def turn_rewards_agree(records: Sequence[Record], min_spread: float) -> bool:
-    """Return whether the turn rewards differ by less than ``min_spread`` at every position."""
-    longest = max((len(record.turn_rewards) for record in records), default=0)
-    return all(agrees(_column(records, index), min_spread) for index in range(longest))
+def turn_rewards_agree(records: Sequence[Record], config: GroupConfig) -> bool:
+    """Return whether the returns of turn rewards differ by less than ``min_score_spread`` at every place."""
+    returns = [turn_returns(record, config.discount) for record in records]
+    longest = max(map(len, returns), default=0)
+    return all(agrees(_column(returns, index), config.min_score_spread) for index in range(longest))
 
 
-def _column(records: Sequence[Record], index: int) -> list[float]:
-    rewards = (record.turn_rewards for record in records)
-    return [values[index] if index < len(values) else 0.0 for values in rewards]
+def turn_returns(record: Record, discount: float) -> list[float]:
+    """Return Σ_k γ^k·r_(t+k) of the turn rewards r from each model call t on; empty without turn rewards.
+
+    ``discount`` is γ: 0 leaves each call its own reward. Only calls that are trained count as steps.
+    """
+    returns, later = list(record.turn_rewards), 0.0
+    for index in reversed(range(len(returns))):
+        later = returns[index] + later * (1.0 if index in record.untrained_calls else discount)
+        returns[index] = later
+    return returns
+
+
+def _column(returns: Sequence[Sequence[float]], index: int) -> list[float]:
+    return [values[index] if index < len(values) else 0.0 for values in returns]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A model call of the policy, as step advantages compare it."""
+
+    index: int
+    """Among all calls of the trajectory."""
+    role: str | None
+    anchor: str | None
+    """Digest of the state that it was made in; None in documents that have none."""
+
+
+Steps = Mapping[str, Sequence[Step]]
+"""{Record id: its model calls by index}."""
+
+
+def steps_of(calls: Iterable[DispatchedSamplingTask]) -> tuple[Step, ...]:
+    """Return the policy's calls of a trajectory as steps."""
+    own = (call for call in calls if call.fixed is None)
+    return tuple(Step(index=call.index, role=call.role, anchor=call.anchor) for call in own)
+
+
+def step_additions(
+    records: Sequence[Record], rewards: Mapping[str, float], steps: Steps, config: GroupConfig
+) -> Additions:
+    """Return the step advantage of each model call, times its weight (GiGPO, arXiv 2505.10978).
+
+    The return of a call is Σ_k γ^k·r_(t+k) over the calls of its trajectory from it on, with the turn rewards
+    r and the trajectory's own reward (``rewards``, without turn rewards) at its last call. The estimator
+    compares the returns of all calls of the group with one anchor and one role, also of one trajectory that
+    comes back to a state. A call whose state no other has gets 0. A role with a reward of its own is a
+    trajectory of its own: its calls alone are the steps, and its reward is at its last one.
+    """
+    additions = {record.id: [0.0] * (1 + max(_indexes(record, steps), default=-1)) for record in records}
+    for visits in _visits(records, rewards, steps, config):
+        values = estimate(config.advantage, [value for _, _, value in visits]) if len(visits) > 1 else [0.0]
+        for (record_id, index, _), value in zip(visits, values, strict=True):
+            additions[record_id][index] = value * config.step_advantage_weight * config.adv_scaling
+    return {key: tuple(values) for key, values in additions.items()}
+
+
+def step_returns_agree(
+    records: Sequence[Record], rewards: Mapping[str, float], steps: Steps, config: GroupConfig
+) -> bool:
+    """Return whether the returns from every state differ by less than ``min_score_spread``."""
+    groups = _visits(records, rewards, steps, config)
+    return all(agrees([value for _, _, value in visits], config.min_score_spread) for visits in groups)
+
+
+def shared_steps(records: Sequence[Record], steps: Steps) -> float:
+    """Return the share of the trained model calls whose state another call of the group has, in [0, 1]."""
+    zeros = {record.id: 0.0 for record in records}
+    groups = _visits(records, zeros, steps, GroupConfig())
+    total = sum(len(_indexes(record, steps)) for record in records)
+    return sum(len(visits) for visits in groups if len(visits) > 1) / total if total else 0.0
+
+
+def _visits(
+    records: Sequence[Record], rewards: Mapping[str, float], steps: Steps, config: GroupConfig
+) -> list[list[tuple[str, int, float]]]:
+    """Return (Record id, index of the call, its return) of the calls of each state and role."""
+    groups: dict[tuple[str | None, str], list[tuple[str, int, float]]] = defaultdict(list)
+    for record in records:
+        turns, own, ended = record.turn_rewards, record.role_rewards, set[str | None]()
+        later: dict[str | None, float] = {}
+        for step in reversed(_trained_steps(record, steps)):
+            # Follow each role that has a reward by itself, and all the others as one.
+            line = step.role if step.role in own else None
+            reward = turns[step.index] if step.index < len(turns) else 0.0
+            if line not in ended:
+                ended.add(line)
+                reward += rewards[record.id] if line is None else own[line]
+            later[line] = reward + config.discount * later.get(line, 0.0)
+            if step.anchor is not None:
+                groups[step.role, step.anchor].append((record.id, step.index, later[line]))
+    return list(groups.values())
+
+
+def _indexes(record: Record, steps: Steps) -> list[int]:
+    return [step.index for step in _trained_steps(record, steps)]
+
+
+def _trained_steps(record: Record, steps: Steps) -> list[Step]:
+    return [step for step in steps.get(record.id, ()) if step.index not in record.untrained_calls]
 
 
 Additions = Mapping[str, tuple[float, ...]]
@@ -146,7 +249,7 @@ def role_additions(
     reward in one trajectory only has the advantage 0 there, unless the estimator needs no others.
     """
     own: dict[str, dict[str, float]] = {record.id: {} for record in records}
-    for role, column in _columns(records):
+    for role, column in _columns(records, config):
         if len(column) == 1 and ESTIMATORS.get(config.advantage).needs_others:
             values = [0.0]
         else:
@@ -168,19 +271,40 @@ def added(first: Additions, second: Additions) -> dict[str, tuple[float, ...]]:
     return {key: _sum(first.get(key, ()), second.get(key, ())) for key in {**first, **second}}
 
 
-def role_rewards_agree(records: Sequence[Record], min_spread: float) -> bool:
-    """Return whether the rewards of every role differ by less than ``min_spread``."""
-    return all(agrees(list(column.values()), min_spread) for _, column in _columns(records))
+def role_rewards_agree(records: Sequence[Record], config: GroupConfig) -> bool:
+    """Return whether the rewards of every role differ by less than ``min_score_spread``."""
+    columns = (list(column.values()) for _, column in _columns(records, config))
+    return all(agrees(column, config.min_score_spread) for column in columns)
 
 
-def _columns(records: Sequence[Record]) -> Iterator[tuple[str, dict[str, float]]]:
+def _columns(records: Sequence[Record], config: GroupConfig) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield each role with its rewards, {Record id: reward}."""
     roles = {role: None for record in records for role in record.role_rewards}
     for role in sorted(roles):
         yield (
             role,
-            {record.id: record.role_rewards[role] for record in records if role in record.role_rewards},
+            {
+                record.id: record.role_rewards[role] + _turn_sum(record, config, role)
+                for record in records
+                if role in record.role_rewards
+            },
         )
+
+
+def _turn_sum(record: Record, config: GroupConfig, role: str | None = None) -> float:
+    """Return the turn rewards that are a part of a trajectory's reward, or of its role's.
+
+    With step advantages a trajectory's reward is the sum of all that it got (GiGPO); without, turn rewards
+    are compared by themselves.
+    """
+    if config.step_advantage == "off":
+        return 0.0
+    rewards = record.turn_rewards
+    if record.role_rewards:
+        own, roles = record.role_rewards, record.call_roles
+        lines = [of if of in own else None for of in roles[: len(rewards)]]
+        rewards = tuple(value for value, line in zip(rewards, lines, strict=False) if line == role)
+    return sum(rewards)
 
 
 def _sum(first: Sequence[float], second: Sequence[float]) -> tuple[float, ...]:
@@ -498,7 +622,7 @@ def alone(config: GroupConfig) -> GroupConfig:
     """Return the rules for a group of one trajectory, which nothing is compared with: A is its score."""
     return replace(
         config, advantage="reward", min_score_spread=0.0, drop_zero_advantage=False, minimal_advantage=0.0,
-        balance_sample=False,
+        balance_sample=False, step_advantage="off",
     )  # fmt: skip
 
 
@@ -507,21 +631,24 @@ def decide_group(
     config: GroupConfig,
     rng: random.Random,
     filtered: Mapping[str, str] | None = None,
+    steps: Steps | None = None,
 ) -> list[Decision]:
     """Decide every scored Record of a group; ``records`` without a score are ignored.
+
+    ``steps`` has the model calls, which ``--step_advantage`` reads.
 
     The order is: (1) abandon what ``--group_filter`` dropped (``filtered``, {id: reason}) and ignore it from
     then on; (2) abandon a group without spread as a whole; (3) balance right and wrong answers
     (``balance_sample``) or apply the other filters; (4) compute the advantages of the rest, with a baseline
-    over the rest. Filters use the scores; a group has spread if its scores, its turn rewards or the rewards
-    of a role have some.
+    over the rest. Filters use the scores; a group has spread if its scores, its turn rewards, the rewards of
+    a role or, with step advantages, the returns from a state have some.
     ``efficient_rewarding`` and the overlong penalty change the rewards that advantages come from, never a
     score.
     """
     scored = [record for record in records if record.score is not None]
     gone = filtered or {}
     left = [record for record in scored if record.id not in gone]
-    decided = {item.record_id: item for item in _decide(left, config, rng)}
+    decided = {item.record_id: item for item in _decide(left, config, rng, steps or {})}
     return [decided.get(record.id) or abandon(record, gone[record.id]) for record in scored]
 
 
@@ -555,19 +682,24 @@ def filtered_of(summary: Mapping[str, Any]) -> dict[str, str] | None:
     return {str(item.get("record")): str(item.get("because")) for item in items}
 
 
-def _decide(scored: Sequence[Record], config: GroupConfig, rng: random.Random) -> list[Decision]:
+def _decide(
+    scored: Sequence[Record], config: GroupConfig, rng: random.Random, steps: Steps
+) -> list[Decision]:
     if not scored:
         return []
-    scores = [_score(record) for record in scored]
-    least = config.min_score_spread
-    if agrees(scores, least) and turn_rewards_agree(scored, least) and role_rewards_agree(scored, least):
+    if _all_agree(scored, config, steps):
         return [abandon(record, "no spread in the group's scores") for record in scored]
     dropped = _balance(scored, config, rng) if config.balance_sample else _filter(scored, config, rng)
     kept = [record for record in scored if record.id not in dropped]
     if len(kept) == 1 and ESTIMATORS.get(config.advantage).needs_others:
         dropped[kept.pop().id] = "alone in its group"
-    advantages = _advantages(kept, config) if kept else {}
-    of_turns = added(turn_advantages(kept, config), role_additions(kept, advantages, config))
+    rewards = _rewards(kept, config)
+    advantages = _advantages(kept, rewards, config) if kept else {}
+    if config.step_advantage == "off":
+        of_calls: Additions = turn_advantages(kept, config)
+    else:
+        of_calls = step_additions(kept, rewards, steps, config)
+    of_turns = added(of_calls, role_additions(kept, advantages, config))
     return [
         Decision(
             record_id=record.id,
@@ -578,6 +710,17 @@ def _decide(scored: Sequence[Record], config: GroupConfig, rng: random.Random) -
         else abandon(record, dropped[record.id])
         for record in scored
     ]
+
+
+def _all_agree(scored: Sequence[Record], config: GroupConfig, steps: Steps) -> bool:
+    """Return whether nothing that the group's trajectories got differs by ``min_score_spread``."""
+    scores = {record.id: _score(record) for record in scored}
+    totals = [scores[record.id] + _turn_sum(record, config) for record in scored]
+    if not agrees(totals, config.min_score_spread) or not role_rewards_agree(scored, config):
+        return False
+    if config.step_advantage == "off":
+        return turn_rewards_agree(scored, config)
+    return step_returns_agree(scored, scores, steps, config)
 
 
 def summarize(
@@ -644,14 +787,21 @@ def _filter(records: Sequence[Record], config: GroupConfig, rng: random.Random) 
     return dropped
 
 
-def _advantages(records: Sequence[Record], config: GroupConfig) -> dict[str, float]:
+def _rewards(records: Sequence[Record], config: GroupConfig) -> dict[str, float]:
+    """Return the scores as efficiency and the overlong penalty change them."""
     scores = {
         record.id: _score(record) - overlong_penalty(record.generated_tokens, config) for record in records
     }
     if config.efficient_rewarding:
         adjustments = _efficiency(records, config)
         scores = {key: score + adjustments[key] for key, score in scores.items()}
-    raw = estimate(config.advantage, list(scores.values()))
+    return scores
+
+
+def _advantages(
+    records: Sequence[Record], rewards: Mapping[str, float], config: GroupConfig
+) -> dict[str, float]:
+    raw = estimate(config.advantage, [rewards[record.id] + _turn_sum(record, config) for record in records])
     result = {}
     for record, value in zip(records, raw, strict=True):
         scaled = value * config.adv_scaling

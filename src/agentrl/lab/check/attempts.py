@@ -24,7 +24,7 @@ from agentrl.lab.check.reading import (
     only_if,
 )
 from agentrl.scoring.evaluation import pass_at_k
-from agentrl.scoring.groups import BUILT_IN, FAILED, decide_group, filtered_of, rules_of, summarize
+from agentrl.scoring.groups import BUILT_IN, FAILED, Step, decide_group, filtered_of, rules_of, summarize
 from agentrl.store.evaluations import RECORD_FIELDS, evaluated_task
 from agentrl.store.groups import UNFILLED
 from agentrl.store.mechanics.blobs import MARK, moved_fields
@@ -63,7 +63,7 @@ _PACKED = ("context_ids", "output_ids", "logprobs")
 
 _CALL_FIELDS = {
     "record": 1, "index": 1, "parent": 1, "drops_thoughts": 1, "opens_branch": 1, "fixed.model": 1,
-    "status": 1, "versions": 1, "prompt_tokens": 1,
+    "status": 1, "role": 1, "anchor": 1, "versions": 1, "prompt_tokens": 1,
     "generated_tokens": 1, "created_at": 1, "packed_in_gridfs": 1,
     "executions": {"$size": "$tool_executions"},
     "attempt": 1,
@@ -360,7 +360,7 @@ class CallParentsCheck(_Parents):
 _TOLERANCE = 1e-9
 _DECIDING = (
     "_id", "task", "traj_id", "attempt", "split", "epoch", "score", "stop_reason", "turns", "min_version",
-    "max_version", "generated_tokens", "score_details", "dropped_calls",
+    "max_version", "generated_tokens", "score_details", "dropped_calls", "untrained_calls",
 )  # fmt: skip
 
 
@@ -391,8 +391,13 @@ def _settled(name: str, record: Json) -> Iterator[CheckProblem]:
         yield CheckProblem(name, "the time when it was scored", "a time", None)
 
 
-def group_problems(task: Json, records: Sequence[Json], trained: int) -> Iterator[CheckProblem]:
-    """Yield differences between a group's summary and its Records; ``trained`` counts its training data."""
+def group_problems(
+    task: Json, records: Sequence[Json], trained: int, calls: Mapping[str, Sequence[Json]]
+) -> Iterator[CheckProblem]:
+    """Yield differences between a group's summary and its Records; ``trained`` counts its training data.
+
+    ``calls`` are the model calls of each Record.
+    """
     name, group = f"Task {task['_id']}", task.get("group")
     is_final = task["status"] == TaskStatus.COMPLETED
     what = f"a group summary if and only if it is completed (it is {task['status']})"
@@ -415,16 +420,28 @@ def group_problems(task: Json, records: Sequence[Json], trained: int) -> Iterato
     rules = group.get("rules")
     if group.get("kept_as_trained"):
         return
+    reads_calls = rules is not None and rules.get("step_advantage", "off") != "off"
+    if reads_calls and any(record.get("pruned_at") for record in records):
+        return
     if rules is not None and not given_up and rules.get("advantage", "leave_one_out") in BUILT_IN:
-        yield from _advantages(task, records, scored, group)
+        yield from _advantages(task, records, scored, group, calls)
 
 
 def _advantages(
-    task: Json, records: Sequence[Json], scored: Sequence[Record], group: Mapping[str, Any]
-) -> Iterator[CheckProblem]:
+    task: Json, records: Sequence[Json], scored: Sequence[Record], group: Mapping[str, Any],
+    calls: Mapping[str, Sequence[Json]],
+) -> Iterator[CheckProblem]:  # fmt: skip
     rules = group["rules"]
     rng = random.Random(f"{rules['seed']}/{task['_id']}")
-    decisions = decide_group(scored, rules_of(rules), rng, filtered_of(group))
+    steps = {
+        key: [
+            Step(index=call["index"], role=call.get("role"), anchor=call.get("anchor"))
+            for call in made
+            if not call.get("fixed")
+        ]
+        for key, made in calls.items()
+    }
+    decisions = decide_group(scored, rules_of(rules), rng, filtered_of(group), steps)
     by_id = {record["_id"]: record for record in records}
     for decision in decisions:
         record = by_id[decision.record_id]

@@ -401,7 +401,7 @@ class TasksCheck(CheckSection):
         trained = await moment.ids(DATA, record_ids)
         for task in page:
             records = sorted(of_task[task["_id"]], key=itemgetter("traj_id", "attempt"))
-            _check_task(task, records, trained, self.options.is_final, findings)
+            _check_task(task, records, of_record, trained, self.options.is_final, findings)
             for record in records:
                 _check_record(
                     task, record, of_record[record["_id"]], self.options.clock_skew_seconds, findings
@@ -439,8 +439,9 @@ class TasksCheck(CheckSection):
 
 
 def _check_task(
-    task: Json, records: Sequence[Json], trained: set[Any], is_final: bool, findings: Findings
-) -> None:
+    task: Json, records: Sequence[Json], of_record: Mapping[str, Sequence[Json]], trained: set[Any],
+    is_final: bool, findings: Findings,
+) -> None:  # fmt: skip
     key = task["_id"]
     findings.count(Invariant.TRAJECTORIES, "slots", len(task["slots"]))
     findings.count(Invariant.TRAJECTORIES, "Records", len(records))
@@ -451,7 +452,7 @@ def _check_task(
         for record in records
     )
     findings.count(Invariant.GROUPS, "groups", int(task["status"] == TaskStatus.COMPLETED))
-    findings.add(Invariant.GROUPS, key, group_problems(task, records, mine))
+    findings.add(Invariant.GROUPS, key, group_problems(task, records, mine, of_record))
     if mine and not (task.get("group") or {}).get("rules"):
         findings.note("some groups do not store their rules: their advantages are not recomputed")
     for record in records:

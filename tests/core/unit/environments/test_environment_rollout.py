@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import number_game
 import pytest
 from made_documents import made_task
-from rollout_fakes import ScriptedEngine, format_of, make_rollout
+from rollout_fakes import ScriptedEngine, format_of, make_rollout, nothing
 from trajectories import score_trajectory
 
+from agentrl.calls.journal import Journal
 from agentrl.calls.turns import Turn
 from agentrl.config.schema import AgentConfig, SamplingConfig, ToolConfig
+from agentrl.documents.model_call import DispatchedSamplingTask, read_digest, state_digest
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Claim, Task
 from agentrl.environments.environment import open_environment
-from agentrl.errors import ConfigError, TrajectoryError
+from agentrl.errors import ConfigError, TaskEnvironmentError, TrajectoryError
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS, run_agent
 from agentrl.rollout.load_tasks import read_task_source
@@ -32,8 +35,10 @@ def task(environment: str | None, **fields: Any) -> Task:
     return made_task("t", environment=environment, **values)
 
 
-async def play(asked: Task, agent: str, *script: str) -> tuple[Rollout, Outcome]:
-    """Run an agent on the tools of the task's environment."""
+async def play(
+    asked: Task, agent: str, *script: str, before: Sequence[DispatchedSamplingTask] = ()
+) -> tuple[Rollout, Outcome]:
+    """Run an agent on the tools of the task's environment; ``before`` are the calls of an earlier owner."""
     engine = ScriptedEngine(format_of(), *script)
     claim = Claim(task=asked, traj_id=0, attempt=1, owner="o")
     environment = open_environment(asked, call_timeout=10)
@@ -45,7 +50,7 @@ async def play(asked: Task, agent: str, *script: str) -> tuple[Rollout, Outcome]
     async with pool, pool.session(TrajectoryInfo.of(claim), environment) as tools:
         rollout = make_rollout(
             claim, AgentConfig(), chat_format=engine.chat_format, engine=engine, write=write, tools=tools,
-            schemas=await tools.list(), environment=environment,
+            schemas=await tools.list(), environment=environment, journal=Journal(before, nothing, nothing),
         )  # fmt: skip
         outcome = await run_agent(AGENTS.get(agent), agent, rollout, SamplingConfig())
         await rollout.finish()
@@ -102,6 +107,50 @@ async def test_a_trajectory_without_a_reward_has_no_score() -> None:
         await run_scorer("environment", context, 30)
     with pytest.raises(Exception, match="names no environment"):
         await run_scorer("environment", ScorerContext(query="?", final_answer=None), 30)
+
+
+async def test_each_model_call_is_made_in_a_state() -> None:
+    """The environment's where it gives one, else what the model reads: nobody else tells walls apart."""
+
+    def anchors(rollout: Rollout) -> list[str | None]:
+        return [call.document().anchor for call in rollout._calls.made]
+
+    walk = ("right", "left", "right", "right", "right")
+    rollout, _ = await play(task("number_game:Corridor"), "multi_turn", *walk)
+    assert anchors(rollout) == [state_digest(place) for place in "01012"]
+    rollout, _ = await play(task("number_game:Corridor", meta={"state": None}), "multi_turn", *walk)
+    asked, wall = (read_digest([{"role": "user", "content": text}]) for text in ("?", "a wall"))
+    assert anchors(rollout) == [asked, *[wall] * 4]
+    with pytest.raises(
+        TaskEnvironmentError, match=r"anchor_state of environment number_game:Corridor returned 7"
+    ):
+        await play(task("number_game:Corridor", meta={"state": 7}), "multi_turn", *walk)
+
+
+@pytest.mark.parametrize("known", range(5))
+async def test_a_new_owner_is_in_the_same_states(known: int) -> None:
+    """The new instance makes the moves of earlier owners again before it says where it is."""
+    walk = ("right", "left", "right", "right", "right")
+    first, _ = await play(task("number_game:Corridor"), "multi_turn", *walk)
+    calls = [call.document() for call in first._calls.made]
+    second, outcome = await play(
+        task("number_game:Corridor"), "multi_turn", *walk[known:], before=calls[:known]
+    )
+    assert outcome.stop_reason is StopReason.ANSWERED
+    assert [call.document().anchor for call in second._calls.made] == [call.anchor for call in calls]
+
+
+def test_what_a_tool_returns_is_a_state_wherever_it_is_called() -> None:
+    def read(call_id: str, text: str) -> str:
+        call = {"id": call_id, "type": "function", "function": {"name": "look", "arguments": {}}}
+        return read_digest([
+            {"role": "user", "content": call_id}, {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call_id, "content": text},
+        ])  # fmt: skip
+
+    assert read("call00100", "a door") == read("call00400", "a door") != read("call00100", "a wall")
+    assert read_digest([]) != read_digest([{"role": "user", "content": "\ud800"}])
+    assert state_digest(b"a") == state_digest("a") != state_digest("\ud800")
 
 
 PAGE = Path(__file__).parents[4] / "docs" / "your_own" / "environment.md"

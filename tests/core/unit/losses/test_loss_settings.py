@@ -17,11 +17,12 @@ from token_batches import random_batch, step_loss, token_metrics
 from agentrl.config.load import Configs
 from agentrl.config.schema import GROUPS, GroupConfig, LossConfig
 from agentrl.documents.status import StopReason
+from agentrl.documents.training import earned_advantage
 from agentrl.errors import ConfigError
 from agentrl.losses.compute import old_logprobs
 from agentrl.losses.loss import LOSSES, ComparedTrajectories
 from agentrl.losses.settings import LossSettings, check_loss, unclipped_flags
-from agentrl.scoring.groups import decide_group
+from agentrl.scoring.groups import Step, decide_group
 
 
 @pytest.mark.parametrize(
@@ -143,6 +144,7 @@ WITH: Mapping[str, Mapping[str, Any]] = {
     "distill_coef": TAUGHT, "kl_estimator": {"kl_coef": 0.3}, "out_of_date_decay": {
         "importance_weight_cap_ratio": 2.0, "epsilon": 0.2, "strict_in_bound": False,
     },
+    "step_advantage_weight": {"step_advantage": "gigpo"},
 }  # fmt: skip
 """What a flag needs, to act with any loss."""
 LOSS: Mapping[str, tuple[Any, ...]] = {
@@ -166,6 +168,7 @@ GROUP: Mapping[str, tuple[Any, ...]] = {
     "drop_zero_advantage": (False,), "minimal_advantage": (0.2,), "min_turns": (3,),
     "efficient_rewarding": (True,), "reserve_context_error_count": (0,), "min_score_spread": (0.5,),
     "overlong_limit": (100,), "overlong_buffer": (10,), "overlong_penalty": (0.5,),
+    "step_advantage": ("gigpo",), "step_advantage_weight": (2.0,), "turn_discount": (0.5,),
 }  # fmt: skip
 """The same of each flag of groups, except those whose values are names of something of the user's."""
 NAMES = {"loss_calculater", "group_filter", "columns"}
@@ -204,23 +207,32 @@ def learned(configs: Configs) -> list[Any]:
 
 
 def chosen(configs: Configs) -> list[Any]:
-    """Which trajectories of some random groups are trained, with their advantages if the loss reads them."""
+    """Which model calls of some random groups are trained, with their advantages if the loss reads them."""
     rules, loss, found = configs[GroupConfig], LossSettings.of_run(configs).loss, []
     for seed in range(20):
         rng = random.Random(seed)
         records = [
             record(
-                place, rng.choice([0.0, 0.2, 0.6, 0.6, 0.8, 1.0]), turns=rng.randint(1, 5),
+                place, rng.choice([0.0, 0.2, 0.6, 0.6, 0.8, 1.0]) if seed % 3 else 0.6,
+                turns=rng.randint(1, 5),
                 generated_tokens=rng.choice([40, 95, 120]),
                 stop_reason=rng.choice([StopReason.ANSWERED, StopReason.LENGTH_LIMIT]),
+                score_details={"turn_rewards": [0.0, rng.choice([0.0, 0.2])]} if seed % 3 == 0 else {},
             )
             for place in range(6)
         ]  # fmt: skip
-        for item in decide_group(records, rules, random.Random(0)):
-            value = item.advantage
-            is_trained = value is not None and abs(value) >= rules.minimal_advantage
-            is_trained = is_trained and not (rules.drop_zero_advantage and value == 0)
-            found.append((is_trained, value if is_trained and loss.reads_advantage else None))
+        steps = {
+            item.id: [Step(index=at, role=None, anchor=rng.choice("ab")) for at in range(item.turns)]
+            for item in records
+        }
+        for item in decide_group(records, rules, random.Random(0), steps=steps):
+            for call in range(2):
+                value = item.advantage
+                if value is not None:
+                    value = earned_advantage(value, item.turn_advantages, call)
+                is_trained = value is not None and abs(value) >= rules.minimal_advantage
+                is_trained = is_trained and not (rules.drop_zero_advantage and value == 0)
+                found.append((is_trained, value if is_trained and loss.reads_advantage else None))
         found.append(sum(record.score > rules.right_threshold for record in records))  # the pass rate
     return found
 

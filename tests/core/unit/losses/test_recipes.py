@@ -187,6 +187,7 @@ EXPECTED = {
     "minirl": MINIRL,
     "deepseek-kl": over_trajectories(plus(GRPO, times(k3_to_reference, capped(LOG_RHO, 10.0)), 0.04)),
     "verl": over_tokens(VERL),
+    "gigpo": over_tokens(plus(VERL, k3_to_reference, 0.01)),
     "verl-gspo": over_trajectories(ppo(MEAN_R, 1 - 3e-4, 1 + 4e-4)),
     "verl-decoupled": over_tokens(times(VERL, capped(LOG_W, 2.0))),
     "verl-bypass": over_tokens(times(BYPASS, inside(LOG_RHO, 0.5, 2.0))),
