@@ -16,6 +16,10 @@ RIGHT_THRESHOLD = 0.5
 """Default of ``--right_threshold``."""
 
 
+LINEAR: Final = frozenset({"leave_one_out", "dr_grpo", "reward"})
+"""Built-in advantage estimators that are linear in the rewards."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupConfig(Flags):
     """How the scores of a group become advantages."""
@@ -81,6 +85,11 @@ class GroupConfig(Flags):
     overlong_penalty: float = flag(
         1.0, "subtracted from the reward of a trajectory at --overlong_limit", within="(0, inf)"
     )
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = flag(
+        "sum_then_normalize",
+        "of a score that is a weighted sum of scorers, --advantage takes the sum; with normalize_then_sum the"
+        " advantage is the weighted sum of what it makes of each scorer",
+    )
     step_advantage: Literal["off", "gigpo"] = flag(
         "off",
         "credit single model calls: gigpo adds what --advantage makes of the discounted returns of the calls"
@@ -130,12 +139,34 @@ class GroupConfig(Flags):
             " compares nothing",
             "use another --advantage, e.g. grpo or leave_one_out",
         )
+        self._require_apart()
         for name in self.column_names:
             require(
                 name.isidentifier(),
                 f"--columns has {name!r}",
                 "use letters, digits and _ in a name; the columns of a task file are named by --task_fields",
             )
+
+    def _require_apart(self) -> None:
+        """Refuse what normalizing each scorer by itself does not change, and what has no scorer."""
+        if self.multi_objective_aggregation == "sum_then_normalize":
+            return
+        what = "--multi_objective_aggregation normalize_then_sum"
+        require(
+            self.advantage not in LINEAR,
+            f"{what} with --advantage {self.advantage}, which is linear: apart or as a sum, it is the same",
+            "use --advantage grpo, which divides by the standard deviation",
+        )
+        require(
+            not (self.overlong_buffer or self.efficient_rewarding),
+            f"{what}: --overlong_buffer and --efficient_rewarding change the sum, and no scorer's score",
+            "leave them out, or make the length a scorer of the sum",
+        )
+        require(
+            self.step_advantage == "off",
+            f"{what} with --step_advantage {self.step_advantage}: a return is one number, and has no scorers",
+            "leave out one of the two",
+        )
 
 
 OldLogprobs = Literal["behavior", "recompute", "loglinear", "version"]

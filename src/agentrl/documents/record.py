@@ -547,6 +547,17 @@ class Record(Root):
         return {role: float(value) for role, value in values.items() if is_finite(value)}
 
     @property
+    def score_parts(self) -> dict[str, tuple[float, float]]:
+        """Return (weight, score) of each scorer whose weighted sum the score is; empty for one scorer."""
+        stored = self.score_details.get("parts")
+        parts = stored if isinstance(stored, dict) else {}
+        return {
+            name: (float(part["weight"]), float(part["score"]))
+            for name, part in parts.items()
+            if isinstance(part, dict) and is_finite(part.get("weight")) and is_finite(part.get("score"))
+        }
+
+    @property
     def call_roles(self) -> tuple[str | None, ...]:
         """Return the role of each model call; empty if no role has a reward."""
         stored = self.score_details.get(CALL_ROLES)

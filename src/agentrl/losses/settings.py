@@ -355,7 +355,7 @@ IDLE_RULES: tuple[IdleRule, ...] = (
         _UNREAD, _LEAVE_OUT,
     ),
     IdleRule(
-        ("step_advantage", "turn_discount"),
+        ("step_advantage", "turn_discount", "multi_objective_aggregation"),
         lambda flags, loss: loss.loss.reads_advantage or _by_advantage(flags),
         _UNREAD, _LEAVE_OUT,
     ),

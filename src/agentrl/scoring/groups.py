@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import random
 import statistics
 from collections import defaultdict
@@ -714,6 +715,11 @@ def _decide(
 
 def _all_agree(scored: Sequence[Record], config: GroupConfig, steps: Steps) -> bool:
     """Return whether nothing that the group's trajectories got differs by ``min_score_spread``."""
+    objectives = _objectives(scored, config)
+    if not all(
+        agrees([weight * value for value in scores], config.min_score_spread) for weight, scores in objectives
+    ):
+        return False  # equal sums may be of different scores
     scores = {record.id: _score(record) for record in scored}
     totals = [scores[record.id] + _turn_sum(record, config) for record in scored]
     if not agrees(totals, config.min_score_spread) or not role_rewards_agree(scored, config):
@@ -801,7 +807,16 @@ def _rewards(records: Sequence[Record], config: GroupConfig) -> dict[str, float]
 def _advantages(
     records: Sequence[Record], rewards: Mapping[str, float], config: GroupConfig
 ) -> dict[str, float]:
-    raw = estimate(config.advantage, [rewards[record.id] + _turn_sum(record, config) for record in records])
+    objectives = _objectives(records, config)
+    if objectives:
+        # Weigh what is normalized: a weight in the scores themselves would be divided out again.
+        weighed = [
+            [weight * value for value in estimate(config.advantage, scores)] for weight, scores in objectives
+        ]
+        raw = [_exact_sum(of_record) for of_record in zip(*weighed, strict=True)]
+    else:
+        totals = [rewards[record.id] + _turn_sum(record, config) for record in records]
+        raw = estimate(config.advantage, totals)
     result = {}
     for record, value in zip(records, raw, strict=True):
         scaled = value * config.adv_scaling
@@ -809,6 +824,28 @@ def _advantages(
             scaled = max(scaled, 0.0) if _is_right(record, config) else min(scaled, 0.0)
         result[record.id] = scaled
     return result
+
+
+def _exact_sum(terms: Sequence[float]) -> float:
+    """Return the sum; 0 if the terms cancel each other but for rounding."""
+    total = math.fsum(terms)
+    return total if abs(total) > _NOISE_OF_SIZE * math.fsum(map(abs, terms)) else 0.0
+
+
+def _objectives(records: Sequence[Record], config: GroupConfig) -> list[tuple[float, list[float]]]:
+    """Return the weight of each scorer and its scores of ``records``, if they are normalized apart.
+
+    GDPO (arXiv 2601.05242): A is the weighted sum of what the estimator makes of each scorer's scores;
+    ``--advantage_whitening batch`` is its normalization over the batch. Empty if the scores are of one scorer
+    or not of the same sum, as beside those that people or an agent gave: then the score itself counts.
+    """
+    if config.multi_objective_aggregation == "sum_then_normalize" or not records:
+        return []
+    parts = [record.score_parts for record in records]
+    weights = {name: weight for name, (weight, _) in parts[0].items() if weight}
+    if any({name: weight for name, (weight, _) in each.items() if weight} != weights for each in parts):
+        return []
+    return [(weight, [each[name][1] for each in parts]) for name, weight in weights.items()]
 
 
 def overlong_penalty(generated_tokens: int, config: GroupConfig) -> float:

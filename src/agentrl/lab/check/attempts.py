@@ -54,6 +54,15 @@ CHECKED_FIELDS = {
     "min_version": 1, "max_version": 1, "owner": 1, "fence": 1, "owners": 1, "traj": 1, "trained_count": 1,
     "last_trained_step": 1, "scored_at": 1, "pruned_at": 1, "untrained_calls": 1, "dropped_calls": 1,
     "train_rule": 1,
+    # Take two numbers of each scorer: its details may have the replies of a judge.
+    "score_details.parts": {
+        "$arrayToObject": {
+            "$map": {
+                "input": {"$objectToArray": "$score_details.parts"}, "as": "part",
+                "in": {"k": "$$part.k", "v": {"weight": "$$part.v.weight", "score": "$$part.v.score"}},
+            }
+        }
+    },
 }  # fmt: skip
 """The fields of a Record that the rules need; texts are left out."""
 

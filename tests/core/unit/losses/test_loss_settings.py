@@ -145,6 +145,7 @@ WITH: Mapping[str, Mapping[str, Any]] = {
         "importance_weight_cap_ratio": 2.0, "epsilon": 0.2, "strict_in_bound": False,
     },
     "step_advantage_weight": {"step_advantage": "gigpo"},
+    "multi_objective_aggregation": {"advantage": "grpo"},
 }  # fmt: skip
 """What a flag needs, to act with any loss."""
 LOSS: Mapping[str, tuple[Any, ...]] = {
@@ -169,6 +170,7 @@ GROUP: Mapping[str, tuple[Any, ...]] = {
     "efficient_rewarding": (True,), "reserve_context_error_count": (0,), "min_score_spread": (0.5,),
     "overlong_limit": (100,), "overlong_buffer": (10,), "overlong_penalty": (0.5,),
     "step_advantage": ("gigpo",), "step_advantage_weight": (2.0,), "turn_discount": (0.5,),
+    "multi_objective_aggregation": ("normalize_then_sum",),
 }  # fmt: skip
 """The same of each flag of groups, except those whose values are names of something of the user's."""
 NAMES = {"loss_calculater", "group_filter", "columns"}
@@ -211,13 +213,16 @@ def chosen(configs: Configs) -> list[Any]:
     rules, loss, found = configs[GroupConfig], LossSettings.of_run(configs).loss, []
     for seed in range(20):
         rng = random.Random(seed)
+        scores = [[rng.choice([0.0, 0.2, 0.6, 0.6, 0.8, 1.0]) for _ in range(6)] for _ in "ab"]
         records = [
             record(
-                place, rng.choice([0.0, 0.2, 0.6, 0.6, 0.8, 1.0]) if seed % 3 else 0.6,
-                turns=rng.randint(1, 5),
+                place, scores[0][place] if seed % 3 else 0.6, turns=rng.randint(1, 5),
                 generated_tokens=rng.choice([40, 95, 120]),
                 stop_reason=rng.choice([StopReason.ANSWERED, StopReason.LENGTH_LIMIT]),
-                score_details={"turn_rewards": [0.0, rng.choice([0.0, 0.2])]} if seed % 3 == 0 else {},
+                score_details={"turn_rewards": [0.0, rng.choice([0.0, 0.2])]}
+                if seed % 3 == 0
+                else {"parts": {name: {"weight": 0.5, "score": scores[at][place]}
+                                for at, name in enumerate("ab")}},
             )
             for place in range(6)
         ]  # fmt: skip

@@ -187,6 +187,7 @@ EXPECTED = {
     "minirl": MINIRL,
     "deepseek-kl": over_trajectories(plus(GRPO, times(k3_to_reference, capped(LOG_RHO, 10.0)), 0.04)),
     "verl": over_tokens(VERL),
+    "gdpo": over_tokens(ppo(LOG_R, 0.8, 1.2, dual=3.0, advantages=WHITE)),
     "gigpo": over_tokens(plus(VERL, k3_to_reference, 0.01)),
     "verl-gspo": over_trajectories(ppo(MEAN_R, 1 - 3e-4, 1 + 4e-4)),
     "verl-decoupled": over_tokens(times(VERL, capped(LOG_W, 2.0))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from dataclasses import replace
 from typing import Any
 
@@ -233,3 +234,72 @@ def test_summary() -> None:
     assert strict["pass_rate"] == 0.5
     empty = summarize([], failed=3, trained=0, rules={})
     assert (empty["mean_score"], empty["pass_rate"], empty["outcome"]) == (None, None, "abandoned")
+
+
+APART: dict[str, Any] = {"advantage": "grpo", "multi_objective_aggregation": "normalize_then_sum"}
+
+
+def summed(place: int, weights: dict[str, float], *scores: float) -> Record:
+    """A Record whose score is a weighted sum of scorers."""
+    parts = {
+        name: {"weight": weight, "score": score}
+        for (name, weight), score in zip(weights.items(), scores, strict=True)
+    }
+    total = sum(weight * score for weight, score in zip(weights.values(), scores, strict=True))
+    return replace(record(place, total), score_details={"parts": parts})
+
+
+def test_each_scorer_of_a_sum_is_normalized_by_itself() -> None:
+    """GDPO's example: (0, 2) and (0, 1) have the same advantage in GRPO."""
+    weights = {"right": 1.0, "short": 0.5}
+    rows = [(0.0, 0.0), (1.0, 1.0), (1.0, 0.0), (0.0, 0.2)]
+    made = [summed(place, weights, *row) for place, row in enumerate(rows)]
+    found = [item.advantage for item in decide(made, **APART)]
+    columns = [[row[at] for row in rows] for at in (0, 1)]
+    normed = [
+        [(value - statistics.fmean(column)) / (statistics.stdev(column) + 1e-6) for value in column]
+        for column in columns
+    ]
+    assert found == pytest.approx([right + 0.5 * short for right, short in zip(*normed, strict=True)])
+    doubled = [summed(place, weights, right, 10 * short) for place, (right, short) in enumerate(rows)]
+    assert [item.advantage for item in decide(doubled, **APART)] == pytest.approx(found, rel=1e-4)
+
+
+def test_equal_sums_of_different_scores_are_a_spread() -> None:
+    """SkyRL pull request 2104: a filter by the sum drops the groups that GDPO is for."""
+    weights = {"right": 0.5, "short": 0.5, "constant": 1.0}
+    made = [
+        summed(0, weights, 1.0, 0.0, 1.0),
+        summed(1, weights, 0.0, 1.0, 1.0),
+        summed(2, weights, 0.0, 1.0, 1.0),
+    ]
+    assert {item.abandoned_because for item in decide(made, advantage="grpo")} == {
+        "no spread in the group's scores"
+    }
+    assert [item.advantage for item in decide(made, **APART)] == [0.0, 0.0, 0.0]
+    uneven = {"right": 0.8, "short": 0.2}
+    found = decide(
+        [summed(place, uneven, *row) for place, row in enumerate([(1.0, 0.0), (0.0, 1.0)])], **APART
+    )
+    assert [item.advantage for item in found] == pytest.approx([0.6 * 0.5**0.5, -0.6 * 0.5**0.5], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "details", [{}, {"parts": {"right": {"weight": 2.0, "score": 1.0}}}, {"parts": None}]
+)
+def test_a_group_with_a_score_of_another_kind_is_decided_by_its_scores(details: dict[str, Any]) -> None:
+    """Such as those that people gave: ms-swift issue 8123 has NaN for all of it."""
+    made = [
+        summed(0, {"right": 1.0}, 1.0),
+        summed(1, {"right": 1.0}, 0.0),
+        replace(record(2, 1.0), score_details=details),
+    ]
+    assert decide(made, **APART) == decide(made, advantage="grpo")
+
+
+@pytest.mark.parametrize(
+    "more", [{"advantage": "dr_grpo"}, {"efficient_rewarding": True}, {"step_advantage": "gigpo"}]
+)
+def test_normalizing_apart_is_refused_where_it_changes_nothing(more: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="normalize_then_sum"):
+        GroupConfig(**{**APART, **more})
