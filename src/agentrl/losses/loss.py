@@ -50,6 +50,8 @@ LOG_RATIO_LIMIT = 20.0
 TEACHER = "teacher"  # the column with a teacher's logprobs
 # Type it Any: the fields are tensors to every reader, as __post_init__ fills them in.
 _NONE: Any = None
+_INFINITY_BITS = 0x7F800000
+"""float32's infinity, as an integer."""
 _BUILT_IN = "agentrl.losses.built_in"
 
 
@@ -69,6 +71,33 @@ def k3(log_ratio: Tensor | NDArray[Any]) -> Tensor:
 
     bounded = torch.as_tensor(log_ratio).double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return (bounded.expm1() - bounded).clamp(min=0.0)
+
+
+def largest_within(values: Sequence[Tensor], reduce: Callable[[Tensor], Tensor] = lambda sums: sums) -> float:
+    """Return the largest c for which the mean of the values in (0, c] is at most 1; inf for all.
+
+    ``values`` are float32[T] ≥ 0 on one device; ``reduce`` adds sums up over ranks, which all get the same
+    c. Equal values are on the same side of it. NaN counts as no value.
+    """
+    import torch
+
+    every = torch.cat([each.detach().float().flatten() for each in values])
+
+    def fits(bits: int) -> bool:
+        limit = torch.tensor(bits, dtype=torch.int32).view(torch.float32).to(every.device)
+        here = (every > 0) & (every <= limit)
+        sums = torch.stack([torch.where(here, every, 0.0).double().sum(), here.double().sum()])
+        total, count = reduce(sums)
+        return bool(total <= count)
+
+    # Search the bits of float32, which are ordered as positive numbers are: 31 sums find c exactly.
+    low, high = 0, _INFINITY_BITS
+    if fits(high):
+        return math.inf
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return float(torch.tensor(low, dtype=torch.int32).view(torch.float32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +134,8 @@ class TokenBatch:
     """None: compute them from the tokens of the micro-batch."""
     compared: ComparedTrajectories | None = None
     """Given if the loss ``compares``."""
+    mean_limit: float | None = None
+    """``largest_within`` of the update's tokens, for a loss with ``bounds_mean_of``; None: they are here."""
     entropy: Tensor | None = None
     """float32[T], entropy in nats of each token's distribution; with gradient if ``entropy_coef`` is set."""
     columns: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
@@ -167,6 +198,13 @@ class TokenBatch:
         totals = zeros.index_add(0, self.row, values.double() * weights)
         counts = zeros.index_add(0, self.row, weights)
         return (totals / counts.clamp(min=1.0))[self.row].to(values.dtype)
+
+    def limit_of_mean(self, values: Tensor) -> float:
+        """Return the largest of the update's values up to which their mean is at most 1; inf: all of them.
+
+        ``values`` are those of the micro-batch, float32[T], and the update's if it has no other one.
+        """
+        return largest_within([values]) if self.mean_limit is None else self.mean_limit
 
     def of_trajectories(self, value: Tensor, slope: Tensor) -> Tensor:
         """Return the token losses, float32[T], of losses of whole trajectories.
@@ -242,6 +280,11 @@ class Loss(FlagDefaults):
     """True if a teacher's judgement replaces the advantage of the score (``distill_coef``)."""
     compares: bool = False
     """True if a trajectory's loss depends on scores and on a reference model (``TokenBatch.compared``)."""
+    bounds_mean_of: Callable[[TokenBatch, Any], Tensor] | None = None
+    """Returns values of tokens, float32[T] ≥ 0, whose mean over an update the loss bounds by 1.
+
+    A 0 is not counted. It takes the LossSettings too, and ``TokenBatch.limit_of_mean`` the values. An update of several
+    micro-batches makes one more forward for it."""
     choose: Callable[[Sequence[DBRecordData]], Sequence[DBRecordData]] = lambda data: data
     """Returns the data of a step that the loss trains, in their order."""
     check: Callable[[Any], None] = lambda _: None

@@ -36,7 +36,7 @@ from agentrl.losses.compute import (
     reduce_losses,
     token_losses,
 )
-from agentrl.losses.loss import ComparedTrajectories, TokenBatch, TrajectoryMeans
+from agentrl.losses.loss import ComparedTrajectories, TokenBatch, TrajectoryMeans, largest_within
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import Backward, DevicePeak, ModelShape, Stopwatch, attention_pairs
 from agentrl.model.load import Policy
@@ -64,6 +64,8 @@ class StepLoss:
     """Gets the values of single tokens."""
     compared: ComparedTrajectories | None = None
     """Those of the update, if the loss compares them; without ``number``, which each forest has."""
+    mean_limit: float | None = None
+    """The update's ``TokenBatch.mean_limit``, if the loss bounds a mean and has several forests."""
     _added: list[tuple[TokenForest, Tensor]] = field(default_factory=list)
     """Each forest with its part of the loss and its ``measure``."""
 
@@ -99,7 +101,8 @@ class StepLoss:
         if settings.loss.compares:
             assert sums is not None
             compared = sums.compared(data)
-        return cls(settings, whole, round(tokens), sums, recorder, compared)
+        limit = limit_mean(model, forests, settings, options)
+        return cls(settings, whole, round(tokens), sums, recorder, compared, limit)
 
     def add(
         self, forest: TokenForest, logprobs: Tensor, entropy: Tensor, divergence: Tensor | None = None
@@ -117,7 +120,9 @@ class StepLoss:
         compared = self.compared
         if compared is not None:
             compared = replace(compared, number=torch.from_numpy(forest.trajectory).to(logprobs.device))
-        batch = replace(batch, entropy=entropy, columns=columns, compared=compared)
+        batch = replace(
+            batch, entropy=entropy, columns=columns, compared=compared, mean_limit=self.mean_limit
+        )
         result = token_losses(batch, self.settings)
         part = reduce_losses(
             result.losses, batch.mask, batch.row, batch.trajectories, self.whole, self.settings, batch.lengths
@@ -263,6 +268,26 @@ def sum_trajectories(
         number = torch.from_numpy(forest.trajectory[forest.row]).to(device)
         sums.index_add_(1, number, TrajectorySums.of_tokens(batch, settings))
     return TrajectorySums(*model.mesh.sum(sums))
+
+
+@torch.no_grad()
+def limit_mean(
+    model: ParallelModel, forests: Sequence[TokenForest], settings: LossSettings, options: ForwardOptions
+) -> float | None:
+    """Return the ``mean_limit`` of an update, by one more forward over each forest; None if not needed.
+
+    It is needed if the loss bounds a mean over the update's tokens (M2PO), unless one forest has them all.
+    """
+    values_of = settings.loss.bounds_mean_of
+    if values_of is None:
+        return None
+    counted = model.mesh.sum(torch.tensor([len(forests)], device=model.model.device))
+    if counted[0] <= 1:
+        return None
+    values = [torch.zeros(0, device=model.model.device)]
+    for forest, (logprobs, _) in zip(forests, model.logprobs(forests, options), strict=True):
+        values.append(values_of(token_batch(forest, logprobs, settings), settings))
+    return largest_within(values, model.mesh.sum)
 
 
 @dataclass(frozen=True, slots=True)

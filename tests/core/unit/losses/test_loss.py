@@ -77,8 +77,8 @@ def test_a_file_is_all_that_a_loss_and_its_flag_need(tmp_path: Path) -> None:
     )
     assert done.stdout.splitlines() == [
         "| `--softness` | float in [0, 1) |  | SOFT: softness of the loss |",
-        "the loss: CISPO, CrossEntropy, DPO, DPPO, GRPO, GSPO, IPO, KTO, MINIRL, OPD, SAPO, SOFT, VESPO, or"
-        " one of your own as module:function",
+        "the loss: CISPO, CrossEntropy, DPO, DPPO, GRPO, GSPO, IPO, KTO, M2PO, MINIRL, OPD, SAPO, SOFT,"
+        " VESPO, or one of your own as module:function",
         "False",
         "[0.25, 0.0]",
         "leave it out, or use --loss_calculater SOFT",

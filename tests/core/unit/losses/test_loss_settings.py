@@ -159,6 +159,7 @@ LOSS: Mapping[str, tuple[Any, ...]] = {
     "old_logprobs": ("recompute", "loglinear"), "kl_coef": (0.3,), "kl_estimator": ("k1", "k2", "k3"),
     "entropy_coef": (0.2,), "distill_coef": (0.4,), "dual_clip": (1.1, math.inf), "ce_grpo_beta_1": (0.5,),
     "ce_grpo_beta_2": (0.5,), "sapo_tau_pos": (2.0,), "sapo_tau_neg": (3.0,), "dppo_kl_coef": (0.1,),
+    "m2_threshold": (0.01,),
     "preference_beta": (0.7,), "kto_threshold": (0.3,), "kto_desirable_weight": (2.0,),
     "kto_undesirable_weight": (2.0,), "loss_args": ('{"x": 1}',),
 }  # fmt: skip

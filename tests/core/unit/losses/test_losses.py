@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from golden import VECTOR, batch_of
+from hypothesis import given
+from hypothesis import strategies as st
 from parsed_flags import parsed
 from token_batches import random_batch, step_loss, three_tokens, token_gradient, token_metrics
 from torch import Tensor
@@ -16,7 +19,7 @@ from torch import Tensor
 from agentrl.config.schema import LossConfig
 from agentrl.errors import ConfigError
 from agentrl.losses.compute import DIVERGENCE, WEIGHT_CAP, TokenMetrics, reference_kl, token_losses
-from agentrl.losses.loss import LOSSES, TokenBatch
+from agentrl.losses.loss import LOSSES, TokenBatch, largest_within
 from agentrl.losses.settings import LossSettings, check_loss
 
 ORIGINAL: dict[str, Any] = {
@@ -487,3 +490,38 @@ def test_flags_without_a_teacher_or_that_drop_by_score_are_refused(words: str, p
 )
 def test_flags_that_distil_are_accepted(words: str) -> None:
     check_loss(parsed(*words.split()))
+
+
+def test_m2po_drops_the_largest_moments_until_the_mean_is_within_bounds() -> None:
+    """Those that moved against their advantage stay, however far; equal ones go together."""
+    moved = (0.5, 0.3, 0.3, 0.1, -2.0, 3.0)
+    batch = three_tokens(moved, (1.0, 1.0, 1.0, 1.0, 1.0, -1.0))
+    # Squares of the active tokens, and their means from below: 0.01, 0.09 and 0.09 (0.063), 0.25 (0.11).
+    for threshold, dropped in ((0.2, 0), (0.1101, 0), (0.1, 1), (0.05, 3), (0.02, 3), (0.005, 4)):
+        result = token_losses(batch, LossSettings(loss_calculater="M2PO", m2_threshold=threshold))
+        assert result.clipped.tolist() == [number < dropped for number in range(6)]
+    gradient = token_gradient(batch, LossSettings(loss_calculater="M2PO", m2_threshold=0.1))
+    assert gradient[0] == 0
+    assert gradient[4].item() == pytest.approx(-math.exp(-2.0))
+    with pytest.raises(ConfigError, match="adds a teacher"):
+        LossSettings(loss_calculater="M2PO", distill_coef=0.5)
+
+
+@given(
+    st.lists(st.lists(st.floats(0, 9, width=32), max_size=6), min_size=1, max_size=3),
+    st.sampled_from([0.0, 0.5, 2.0]),
+)
+def test_the_largest_value_within_a_mean_of_one_is_found_over_all_parts(
+    parts: list[list[float]], more: float
+) -> None:
+    values = sorted(value + more for part in parts for value in part if value + more > 0)
+    kept = [c for c in values if statistics.fmean(v for v in values if v <= c) <= 1]
+    limit = largest_within([torch.tensor([value + more for value in part]) for part in parts])
+    assert [value for value in values if torch.tensor(value, dtype=torch.float32) <= limit] == kept
+    assert (limit == math.inf) == (len(kept) == len(values))
+
+
+def test_values_that_are_no_numbers_count_nowhere() -> None:
+    assert largest_within([torch.tensor([math.nan, 0.5])]) == math.inf
+    assert largest_within([torch.tensor([])]) == math.inf
+    assert 0.5 <= largest_within([torch.tensor([math.inf, 0.5])]) < math.inf

@@ -162,6 +162,14 @@ def within_binary_kl(limit: float) -> PerToken:
     return keep
 
 
+def within_second_moment(limit: float) -> PerToken:
+    """M2PO, Algorithm 1: drop the largest (log ρ)² of active tokens while their mean is above the limit."""
+    active = sorted((t for t in TOKENS if LOG_RHO[t] * A[t] > 0), key=lambda t: LOG_RHO[t] ** 2)
+    while active and statistics.fmean(LOG_RHO[t] ** 2 for t in active) > limit:
+        active.pop()
+    return lambda t: float(t in active or LOG_RHO[t] * A[t] <= 0)
+
+
 def gamma_weight(t: int) -> float:
     """VESPO: φ(W) of the product W of the trajectory's ratios, with φ(1) = 1."""
     k, rate = (2.0, 3.0) if A[t] >= 0 else (3.0, 2.0)
@@ -207,6 +215,7 @@ EXPECTED = {
     "prime-rl": over_tokens(times(unclipped, near(0.3))),
     "areal-kpop": over_tokens(times(times(RECOMPUTED, capped(LOG_W, math.inf)), within_binary_kl(0.1))),
     "vespo": over_tokens(reinforce(gamma_weight)),
+    "m2po": over_tokens(times(unclipped, within_second_moment(0.04))),
 }
 
 
@@ -311,6 +320,18 @@ def test_vespo_by_its_name_has_the_authors_gradient() -> None:
         return total / len(A)
 
     assert cosine(LossSettings(loss_calculater="VESPO"), theirs) > 1 - 1e-6
+
+
+def test_m2po_by_its_name_has_the_papers_gradient() -> None:
+    """Algorithm 1: of the tokens that moved towards A, the largest second moments go, one after the other."""
+    behavior, advantages = torch.tensor(STEP.behavior), torch.tensor(A)
+
+    def theirs(logprobs: torch.Tensor) -> torch.Tensor:
+        keep = torch.tensor([within_second_moment(0.04)(t) for t in TOKENS])
+        assert 0 < int(keep.sum()) < len(A)
+        return -(keep * torch.exp(logprobs - behavior) * advantages).sum() / len(A)
+
+    assert cosine(LossSettings(loss_calculater="M2PO"), theirs) > 1 - 1e-6
 
 
 def test_mis_po_has_the_papers_gradient() -> None:

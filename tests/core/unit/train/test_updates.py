@@ -172,7 +172,7 @@ def test_start_and_reference_logprobs_have_the_temperature_of_their_call(base: P
 
 @pytest.mark.exactness
 @pytest.mark.parametrize("mini_batches", [1, 3])
-@pytest.mark.parametrize("loss", ["GRPO", "GSPO", "CISPO", "MINIRL", "SAPO", "IPO", "VESPO"])
+@pytest.mark.parametrize("loss", ["GRPO", "GSPO", "CISPO", "MINIRL", "SAPO", "IPO", "M2PO", "VESPO"])
 def test_trajectories_without_an_advantage_are_not_computed_and_train_as_if_they_were(
     base: Path, monkeypatch: pytest.MonkeyPatch, loss: str, mini_batches: int
 ) -> None:
