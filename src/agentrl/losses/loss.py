@@ -283,8 +283,8 @@ class Loss(FlagDefaults):
     bounds_mean_of: Callable[[TokenBatch, Any], Tensor] | None = None
     """Returns values of tokens, float32[T] ≥ 0, whose mean over an update the loss bounds by 1.
 
-    A 0 is not counted. It takes the LossSettings too, and ``TokenBatch.limit_of_mean`` the values. An update of several
-    micro-batches makes one more forward for it."""
+    A 0 is not counted. It takes the LossSettings too, and ``TokenBatch.limit_of_mean`` the values. An update
+    of several micro-batches makes one more forward for it."""
     choose: Callable[[Sequence[DBRecordData]], Sequence[DBRecordData]] = lambda data: data
     """Returns the data of a step that the loss trains, in their order."""
     check: Callable[[Any], None] = lambda _: None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import random
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -68,6 +69,14 @@ class Game:
         """Return a player's reward; 0 for a game that is not over."""
         rewards, _ = self._env.close() if self.is_over else (None, None)
         return float((rewards or {}).get(player, 0.0))
+
+    def state(self) -> str | None:
+        """Return the position, without the way to it; None for a game whose state is not plain data."""
+        position = getattr(self._env.state, "game_state", None)
+        try:
+            return None if position is None else json.dumps(position, sort_keys=True)
+        except (TypeError, ValueError):
+            return None
 
     def _said(self) -> str:
         """Return what the next mover has not read yet: words of the game, and of the other player."""
@@ -145,6 +154,10 @@ class TextArena(Environment):
         game = self._opened
         said = game.step(text)
         return Observation(said, done=game.is_over, role=self._mover(game))
+
+    def anchor_state(self) -> str | None:
+        """Return the position: what the game says also names the last move, and what was wrong with it."""
+        return self._opened.state()
 
     def reward(self) -> float | dict[str, float]:
         """Return the game's reward, or that of each role; 0 for a game that is not over."""

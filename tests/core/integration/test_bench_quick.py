@@ -19,6 +19,7 @@ PROGRAMS = sorted(
     if ("ArgumentParser(" in text or "bench_parser(__doc__)" in text) and name not in CHILDREN
 )
 ELSEWHERE = {
+    "credit": "it trains as learning.py does, whose quick form runs",
     "distill": "test_teaching.py runs its parts",
     "preferences": "it trains the quickstart's model; test_whatif.py and test_preferences.py have its parts",
     "gpu_check": "test_gpu_check.py runs it",

@@ -41,6 +41,16 @@ def test_games_differ_by_seed_and_split_and_are_the_same_again() -> None:
     }
 
 
+async def test_a_position_is_a_state_whatever_way_led_to_it() -> None:
+    (task,) = tasks("env:textarena?game=FrozenLake-v0&n=1&seed=1")
+    moves = ("[down]", "[up]", "[right]", "[left]", "[no]", "[down]")
+    rollout, _ = await play(task, "multi_turn", *moves)
+    anchors = [call.document().anchor for call in rollout._calls.made]
+    start, down, back, right, again, _ = anchors[:6]
+    assert start == back == again != down
+    assert right not in (start, down)
+
+
 def test_a_game_has_a_random_state_of_its_own() -> None:
     def boards(between: Any) -> list[str]:
         game = Game("2048-v0", 5)
