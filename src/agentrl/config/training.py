@@ -31,6 +31,17 @@ class GroupConfig(Flags):
         "advantage estimator: leave_one_out, grpo, dr_grpo, maxrl, reward (the score, without a baseline), or"
         " your own as module:name",
     )
+    baseline: Literal["none", "window"] = flag(
+        "none",
+        "what is subtracted from the score with --advantage reward: window is the mean score of the newest"
+        " trajectories of all groups, so that a group of one trajectory can be trained",
+    )
+    baseline_versions: int = flag(
+        8,
+        "policy versions of that window, up to the newest one in the group",
+        within="[1, inf)",
+        unit="policy versions",
+    )
     adv_scaling: float = flag(1.0, "factor of every advantage", within="(-inf, inf)")
     right_threshold: float = flag(
         RIGHT_THRESHOLD, "a trajectory counts as right if its score is above this", within="(-inf, inf)"
@@ -138,6 +149,11 @@ class GroupConfig(Flags):
             f"--step_advantage {self.step_advantage} compares the calls of a group, and --advantage reward"
             " compares nothing",
             "use another --advantage, e.g. grpo or leave_one_out",
+        )
+        require(
+            self.baseline == "none" or self.advantage == "reward",
+            f"--baseline {self.baseline} with --advantage {self.advantage}, which has a baseline of its own",
+            "use --advantage reward, or leave it out",
         )
         self._require_apart()
         for name in self.column_names:

@@ -438,6 +438,8 @@ class GroupRules:
     seed: int
     filtered: Mapping[str, str] | None = None
     """Recorded drops of ``--group_filter``, {id: reason}. None: call the filter."""
+    baseline_mean: float | None = None
+    """The mean score of ``--baseline window`` when the group was decided."""
     recorded: bool = False
     """True: take the advantages that Records hold, unless a built-in ``--advantage`` computes them again."""
 
@@ -450,11 +452,14 @@ class GroupRules:
     @classmethod
     def stored(cls, rules: Mapping[str, Any]) -> GroupRules:
         """Return the rules of a finalized group; missing flags have their defaults."""
-        return cls(config=rules_of(rules), seed=int(rules.get("seed", 0)))
+        return cls(
+            config=rules_of(rules), seed=int(rules.get("seed", 0)), baseline_mean=rules.get("baseline_mean")
+        )
 
     def to_store(self) -> dict[str, Any]:
         """Return the rules as stored in ``Task.group.rules``."""
-        return {**asdict(self.config), "seed": self.seed}
+        baseline = {} if self.baseline_mean is None else {"baseline_mean": self.baseline_mean}
+        return {**asdict(self.config), "seed": self.seed, **baseline}
 
     def decide(self, group: StoredGroup) -> GroupOutcome:
         """Decide a group. Deterministic: every process computes the same outcome.
@@ -502,7 +507,8 @@ class GroupRules:
         if self.recorded and self.config.advantage not in BUILT_IN:
             return recorded_decisions(scored)
         # Seed by the task: the trainer decides the group again, and must draw the same.
-        return decide_group(scored, self.config, random.Random(f"{self.seed}/{task.id}"), filtered, steps)
+        rng = random.Random(f"{self.seed}/{task.id}")
+        return decide_group(scored, self.config, rng, filtered, steps, self.baseline_mean)
 
     def _convert(
         self, group: StoredGroup, record: Record, decision: Decision
@@ -548,6 +554,8 @@ async def finalize_group(
         return None
     if group.task.epoch == CONVERSATIONS:
         rules = replace(rules, config=alone(rules.config))
+    if rules.config.baseline == "window" and group.task.split == TRAIN_SPLIT:
+        rules = replace(rules, baseline_mean=await _window_mean(store, group, rules.config))
     outcome: GroupOutcome
     try:
         # Decide in a thread: it converts a whole group, and calls users' filters and estimators.
@@ -559,6 +567,19 @@ async def finalize_group(
             hint="make sure that the --group_filter returns; it must not wait for anything",
         ) from error
     return outcome if await store.groups.finalize(group, outcome) else None
+
+
+async def _window_mean(store: Store, group: StoredGroup, config: GroupConfig) -> float | None:
+    """Return the mean score of the trajectories of the window that ends with the group; None without a score.
+
+    Every trajectory counts whose tokens are all of the last ``baseline_versions`` policy versions.
+    """
+    scored = [record for record in group.records if record.score is not None]
+    newest = max((record.max_version for record in scored if record.max_version is not None), default=0)
+    oldest = max(0, newest + 1 - config.baseline_versions)
+    found = await store.groups.mean_score(group.task.split, oldest)
+    own = [record.score for record in scored if record.score is not None]
+    return found if found is not None or not own else math.fsum(own) / len(own)
 
 
 def decide_stored(task: Task) -> Decide | None:

@@ -355,7 +355,11 @@ IDLE_RULES: tuple[IdleRule, ...] = (
         _UNREAD, _LEAVE_OUT,
     ),
     IdleRule(
-        ("step_advantage", "turn_discount", "multi_objective_aggregation"),
+        ("baseline_versions",), lambda flags, _: flags["baseline"] == "window",
+        "--baseline is none", "add --baseline window, or leave it out",
+    ),
+    IdleRule(
+        ("baseline", "step_advantage", "turn_discount", "multi_objective_aggregation"),
         lambda flags, loss: loss.loss.reads_advantage or _by_advantage(flags),
         _UNREAD, _LEAVE_OUT,
     ),

@@ -623,7 +623,7 @@ def alone(config: GroupConfig) -> GroupConfig:
     """Return the rules for a group of one trajectory, which nothing is compared with: A is its score."""
     return replace(
         config, advantage="reward", min_score_spread=0.0, drop_zero_advantage=False, minimal_advantage=0.0,
-        balance_sample=False, step_advantage="off",
+        balance_sample=False, step_advantage="off", baseline="none",
     )  # fmt: skip
 
 
@@ -633,10 +633,12 @@ def decide_group(
     rng: random.Random,
     filtered: Mapping[str, str] | None = None,
     steps: Steps | None = None,
+    baseline: float | None = None,
 ) -> list[Decision]:
     """Decide every scored Record of a group; ``records`` without a score are ignored.
 
-    ``steps`` has the model calls, which ``--step_advantage`` reads.
+    ``steps`` has the model calls, which ``--step_advantage`` reads, and ``baseline`` is that of ``--baseline
+    window``: without it such a group raises GroupError.
 
     The order is: (1) abandon what ``--group_filter`` dropped (``filtered``, {id: reason}) and ignore it from
     then on; (2) abandon a group without spread as a whole; (3) balance right and wrong answers
@@ -649,7 +651,12 @@ def decide_group(
     scored = [record for record in records if record.score is not None]
     gone = filtered or {}
     left = [record for record in scored if record.id not in gone]
-    decided = {item.record_id: item for item in _decide(left, config, rng, steps or {})}
+    if config.baseline == "window" and baseline is None:
+        raise GroupError(
+            "--baseline window needs the mean score of the window, which the group does not store",
+            hint="it was decided without: leave the flag out",
+        )
+    decided = {item.record_id: item for item in _decide(left, config, rng, steps or {}, baseline or 0.0)}
     return [decided.get(record.id) or abandon(record, gone[record.id]) for record in scored]
 
 
@@ -684,7 +691,7 @@ def filtered_of(summary: Mapping[str, Any]) -> dict[str, str] | None:
 
 
 def _decide(
-    scored: Sequence[Record], config: GroupConfig, rng: random.Random, steps: Steps
+    scored: Sequence[Record], config: GroupConfig, rng: random.Random, steps: Steps, baseline: float
 ) -> list[Decision]:
     if not scored:
         return []
@@ -695,7 +702,7 @@ def _decide(
     if len(kept) == 1 and ESTIMATORS.get(config.advantage).needs_others:
         dropped[kept.pop().id] = "alone in its group"
     rewards = _rewards(kept, config)
-    advantages = _advantages(kept, rewards, config) if kept else {}
+    advantages = _advantages(kept, rewards, config, baseline) if kept else {}
     if config.step_advantage == "off":
         of_calls: Additions = turn_advantages(kept, config)
     else:
@@ -805,7 +812,7 @@ def _rewards(records: Sequence[Record], config: GroupConfig) -> dict[str, float]
 
 
 def _advantages(
-    records: Sequence[Record], rewards: Mapping[str, float], config: GroupConfig
+    records: Sequence[Record], rewards: Mapping[str, float], config: GroupConfig, baseline: float
 ) -> dict[str, float]:
     objectives = _objectives(records, config)
     if objectives:
@@ -816,6 +823,8 @@ def _advantages(
         raw = [_exact_sum(of_record) for of_record in zip(*weighed, strict=True)]
     else:
         totals = [rewards[record.id] + _turn_sum(record, config) for record in records]
+        if config.baseline == "window":
+            totals = _without_noise([value - baseline for value in totals], [*totals, baseline])
         raw = estimate(config.advantage, totals)
     result = {}
     for record, value in zip(records, raw, strict=True):

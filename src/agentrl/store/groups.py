@@ -47,6 +47,8 @@ from agentrl.store.mechanics.lease import FREE, DocumentLease, after, after_back
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.records import read_records
 
+_WINDOW = 4096
+"""Trajectories that a mean over many groups reads at most."""
 _UNSAMPLED = values((RecordStatus.CREATED, RecordStatus.RUNNING, RecordStatus.RELEASED))
 
 
@@ -131,6 +133,22 @@ class Groups(Repository):
             ).to_list()  # fmt: skip
             oldest += [int(version["_id"]) for version in served]
         return min(oldest, default=None)
+
+    @database_call
+    async def mean_score(self, split: str, since_version: int) -> float | None:
+        """Return the mean score of the newest trajectories sampled by ``since_version`` and later ones alone.
+
+        At most ``_WINDOW`` count; None without any.
+        """
+        sampled = {"split": split, "min_version": {"$gte": since_version}, "score": {"$ne": None}}
+        found = await self._aggregate(
+            RECORD,
+            {"$match": sampled},
+            {"$sort": {"min_version": DESCENDING}},
+            {"$limit": _WINDOW},
+            {"$group": {"_id": None, "mean": {"$avg": "$score"}}},
+        )
+        return next((float(group["mean"]) for group in found), None)
 
     @database_call
     async def to_decide(self, task_id: str, columns: Sequence[str] = ()) -> StoredGroup | None:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pymongo.monitoring
 import pytest
-from test_sampling import Setting, task
+from test_sampling import Setting, right_then_wrong, task
 
 from agentrl.columns import pool as pool_module
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema import GroupConfig, RunConfig
+from agentrl.data.finalize_group import group_problem
 from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.rollout import housekeeping
@@ -72,6 +73,40 @@ async def test_a_group_is_read_once_to_finalize_it_however_many_samplers_there_a
     await asyncio.gather(*(setting.run() for setting in settings))
     assert (await stores[0].tasks.counts("train"))[TaskStatus.COMPLETED] == GROUPS
     assert sorted(READS.groups) == sorted(f"train/0/t{number}" for number in range(GROUPS))
+
+
+async def test_the_calls_that_answer_the_same_are_compared(store: Store) -> None:
+    await store.tasks.load([task("a")])
+    config = GroupConfig(step_advantage="gigpo", advantage="dr_grpo", turn_discount=0.5)
+    await Setting(store, right_then_wrong(), groups=config).run()
+    group = await store.groups.stored("train/0/a")
+    assert group is not None
+    assert group.task.group is not None
+    assert group.task.group["shared_steps"] == 1.0
+    right, wrong = sorted(group.records, key=lambda record: -(record.score or 0))
+    # The question and the tool's result are the same for both: the returns are 0.5 and 1, and 0.
+    assert (right.advantage, right.turn_advantages) == (0.5, (0.25, 0.5))
+    assert (wrong.advantage, wrong.turn_advantages) == (-0.5, (-0.25, -0.5))
+    data, _ = await store.training.fetch_readable([right.id, wrong.id])
+    assert len(data) == 2
+    assert group_problem(group, list(data.values())) is None
+
+
+async def test_a_group_of_one_is_compared_with_the_window(store: Store) -> None:
+    await store.tasks.load([task(f"t{number}", slots=1) for number in range(4)])
+    config = GroupConfig(advantage="reward", baseline="window", min_score_spread=0.0)
+    await Setting(store, right_then_wrong(), groups=config).run()
+    for number in range(4):
+        group = await store.groups.stored(f"train/0/t{number}")
+        assert group is not None
+        assert group.task.group is not None
+        (record,) = group.records
+        mean = group.task.group["rules"]["baseline_mean"]
+        assert 0 <= mean <= 1
+        if record.advantage is not None:
+            assert record.advantage == pytest.approx((record.score or 0) - mean)
+    assert await store.groups.mean_score("train", 0) == pytest.approx(0.5)
+    assert await store.groups.mean_score("train", 99) is None
 
 
 async def test_a_failure_that_completes_a_group_finalizes_it_too(

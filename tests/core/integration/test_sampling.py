@@ -72,7 +72,8 @@ class Setting:
         self, store: Store, *script: Any, split: str = "train", epochs: int = 1, router: Any = None,
         tools: Any = None, params: SamplingParams | None = None, sampling: SamplingConfig | None = None,
         claims: Mapping[str, Any] | None = None, environment_timeout: float = 30.0,
-        cut_after: int | None = None, chat_format: ChatFormat | None = None, **flags: Any,
+        cut_after: int | None = None, chat_format: ChatFormat | None = None,
+        groups: GroupConfig | None = None, **flags: Any,
     ) -> None:  # fmt: skip
         self.store = store
         self.engine = ScriptedEngine(chat_format or format_of(), *script)
@@ -85,7 +86,7 @@ class Setting:
             sampling=sampling or SamplingConfig(), claims=leases, stop=self.stop,
             environment_timeout=environment_timeout,
         )  # fmt: skip
-        self.finalizer = GroupFinalizer(store, GroupConfig(), split=split, seed=0)
+        self.finalizer = GroupFinalizer(store, groups or GroupConfig(), split=split, seed=0)
         plan = EpochPlan(epochs=epochs, seed=0, num_generations=2, shuffle=False)
         config = SamplerConfig(
             split=split, owner=f"o{id(self)}", concurrency=4, claims=leases, plan=plan, idle_exit_seconds=30,

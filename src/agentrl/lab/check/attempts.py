@@ -450,7 +450,9 @@ def _advantages(
         ]
         for key, made in calls.items()
     }
-    decisions = decide_group(scored, rules_of(rules), rng, filtered_of(group), steps)
+    decisions = decide_group(
+        scored, rules_of(rules), rng, filtered_of(group), steps, rules.get("baseline_mean")
+    )
     by_id = {record["_id"]: record for record in records}
     for decision in decisions:
         record = by_id[decision.record_id]

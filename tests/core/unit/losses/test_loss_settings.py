@@ -145,7 +145,8 @@ WITH: Mapping[str, Mapping[str, Any]] = {
         "importance_weight_cap_ratio": 2.0, "epsilon": 0.2, "strict_in_bound": False,
     },
     "step_advantage_weight": {"step_advantage": "gigpo"},
-    "multi_objective_aggregation": {"advantage": "grpo"},
+    "multi_objective_aggregation": {"advantage": "grpo"}, "baseline": {"advantage": "reward"},
+    "baseline_versions": {"advantage": "reward", "baseline": "window"},
 }  # fmt: skip
 """What a flag needs, to act with any loss."""
 LOSS: Mapping[str, tuple[Any, ...]] = {
@@ -171,7 +172,8 @@ GROUP: Mapping[str, tuple[Any, ...]] = {
     "efficient_rewarding": (True,), "reserve_context_error_count": (0,), "min_score_spread": (0.5,),
     "overlong_limit": (100,), "overlong_buffer": (10,), "overlong_penalty": (0.5,),
     "step_advantage": ("gigpo",), "step_advantage_weight": (2.0,), "turn_discount": (0.5,),
-    "multi_objective_aggregation": ("normalize_then_sum",),
+    "multi_objective_aggregation": ("normalize_then_sum",), "baseline": ("window",),
+    "baseline_versions": (2,),
 }  # fmt: skip
 """The same of each flag of groups, except those whose values are names of something of the user's."""
 NAMES = {"loss_calculater", "group_filter", "columns"}
@@ -231,7 +233,8 @@ def chosen(configs: Configs) -> list[Any]:
             item.id: [Step(index=at, role=None, anchor=rng.choice("ab")) for at in range(item.turns)]
             for item in records
         }
-        for item in decide_group(records, rules, random.Random(0), steps=steps):
+        mean = 0.1 * rules.baseline_versions  # the mean score of a window of so many versions
+        for item in decide_group(records, rules, random.Random(0), steps=steps, baseline=mean):
             for call in range(2):
                 value = item.advantage
                 if value is not None:

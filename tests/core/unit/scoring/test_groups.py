@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from made_documents import made_record, made_task
 
 from agentrl.config.schema import GroupConfig
+from agentrl.data.finalize_group import GroupRules
 from agentrl.documents.record import Record
 from agentrl.documents.status import StopReason
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, GroupError
 from agentrl.scoring.groups import Decision, decide_group, summarize
 
 TASK = made_task()
@@ -303,3 +304,28 @@ def test_a_group_with_a_score_of_another_kind_is_decided_by_its_scores(details: 
 def test_normalizing_apart_is_refused_where_it_changes_nothing(more: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="normalize_then_sum"):
         GroupConfig(**{**APART, **more})
+
+
+WINDOW: dict[str, Any] = {"advantage": "reward", "baseline": "window", "min_score_spread": 0.0}
+
+
+def test_the_mean_of_a_window_is_subtracted_from_each_score() -> None:
+    def found(scores: list[float], mean: float) -> list[float | None]:
+        config = GroupConfig(**WINDOW)
+        return [
+            item.advantage for item in decide_group(group(*scores), config, random.Random(0), baseline=mean)
+        ]
+
+    assert found([1.0], 0.25) == [0.75]
+    assert found([0.0, 1.0], 0.25) == [-0.25, 0.75]
+    assert found([0.1 + 0.2], 0.3) == [0.0]  # equal but for rounding
+    with pytest.raises(GroupError, match="does not store"):
+        decide_group(group(1.0), GroupConfig(**WINDOW), random.Random(0))
+    with pytest.raises(ConfigError, match="a baseline of its own"):
+        GroupConfig(**{**WINDOW, "advantage": "grpo"})
+
+
+def test_the_rules_of_a_group_have_its_window() -> None:
+    rules = GroupRules(config=GroupConfig(**WINDOW), seed=3, baseline_mean=0.25)
+    assert GroupRules.stored(rules.to_store()) == rules
+    assert "baseline_mean" not in GroupRules(config=GroupConfig(), seed=3).to_store()
