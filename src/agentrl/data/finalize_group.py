@@ -476,7 +476,8 @@ class GroupRules:
             return GroupOutcome(records=ready, summary=summed)
         filtered = self._filtered(task, scored)
         by_id = {record.id: record for record in scored}
-        steps = {key: steps_of(calls) for key, calls in group.calls.items()}
+        compares_calls = self.config.step_advantage != "off"
+        steps = {key: steps_of(calls) for key, calls in group.calls.items()} if compares_calls else {}
         converted = [
             self._convert(group, by_id[decision.record_id], decision)
             for decision in self._decisions(task, scored, filtered, steps)
@@ -491,7 +492,7 @@ class GroupRules:
             "filtered": [{"record": key, "because": because} for key, because in filtered.items()],
             "rules": rules,
         }
-        if self.config.step_advantage != "off":
+        if compares_calls:
             summary["shared_steps"] = shared_steps(scored, steps)
         return GroupOutcome(data=data, records=tuple(each for each, _, _ in converted), summary=summary)
 

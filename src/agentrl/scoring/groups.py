@@ -83,7 +83,7 @@ def turn_advantages(records: Sequence[Record], config: GroupConfig) -> dict[str,
     longest = max((len(record.turn_rewards) for record in records), default=0)
     if longest == 0:
         return {}
-    returns = [turn_returns(record, config.discount) for record in records]
+    returns = [turn_returns(record, config) for record in records]
     columns = [
         [value * config.adv_scaling for value in estimate(config.advantage, _column(returns, index))]
         for index in range(max(longest, *(record.stored_calls for record in records)))
@@ -97,17 +97,20 @@ def turn_advantages(records: Sequence[Record], config: GroupConfig) -> dict[str,
 
 def turn_rewards_agree(records: Sequence[Record], config: GroupConfig) -> bool:
     """Return whether the returns of turn rewards differ by less than ``min_score_spread`` at every place."""
-    returns = [turn_returns(record, config.discount) for record in records]
+    returns = [turn_returns(record, config) for record in records]
     longest = max(map(len, returns), default=0)
     return all(agrees(_column(returns, index), config.min_score_spread) for index in range(longest))
 
 
-def turn_returns(record: Record, discount: float) -> list[float]:
+def turn_returns(record: Record, config: GroupConfig) -> list[float]:
     """Return Σ_k γ^k·r_(t+k) of the turn rewards r from each model call t on; empty without turn rewards.
 
-    ``discount`` is γ: 0 leaves each call its own reward. Only calls that are trained count as steps.
+    γ is the discount: 0 leaves each call its own reward. Only calls that are trained count as steps.
     """
     returns, later = list(record.turn_rewards), 0.0
+    if not returns:
+        return []
+    discount = config.discount
     for index in reversed(range(len(returns))):
         later = returns[index] + later * (1.0 if index in record.untrained_calls else discount)
         returns[index] = later

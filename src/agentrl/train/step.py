@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -101,7 +101,9 @@ class StepLoss:
         if settings.loss.compares:
             assert sums is not None
             compared = sums.compared(data)
-        limit = limit_mean(model, forests, settings, options)
+        limit = None
+        if (values_of := settings.loss.bounds_mean_of) is not None:
+            limit = limit_mean(model, forests, settings, options, values_of)
         return cls(settings, whole, round(tokens), sums, recorder, compared, limit)
 
     def add(
@@ -272,15 +274,13 @@ def sum_trajectories(
 
 @torch.no_grad()
 def limit_mean(
-    model: ParallelModel, forests: Sequence[TokenForest], settings: LossSettings, options: ForwardOptions
-) -> float | None:
-    """Return the ``mean_limit`` of an update, by one more forward over each forest; None if not needed.
+    model: ParallelModel, forests: Sequence[TokenForest], settings: LossSettings, options: ForwardOptions,
+    values_of: Callable[[TokenBatch, LossSettings], Tensor],
+) -> float | None:  # fmt: skip
+    """Return the ``mean_limit`` of an update, by one more forward over each forest.
 
-    It is needed if the loss bounds a mean over the update's tokens (M2PO), unless one forest has them all.
+    ``values_of`` are those whose mean the loss bounds (M2PO). None if one forest has all tokens.
     """
-    values_of = settings.loss.bounds_mean_of
-    if values_of is None:
-        return None
     counted = model.mesh.sum(torch.tensor([len(forests)], device=model.model.device))
     if counted[0] <= 1:
         return None

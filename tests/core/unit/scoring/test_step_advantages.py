@@ -153,8 +153,9 @@ def test_without_step_advantages_returns_at_one_position_are_compared() -> None:
     assert totals(decide(*paths, advantage="dr_grpo")) == [[0.0, -0.25, 0.5], [0.0, 0.25]]
     # The returns are 0.25, 0.5, 1 and 0.25, 0.5, which ended before the third call.
     assert totals(decide(*paths, advantage="dr_grpo", turn_discount=0.5)) == [[0.0, 0.0, 0.5], [0.0, 0.0]]
-    assert turn_returns(replace(paths[0].record(0), untrained_calls=(1,)), 0.5) == [0.5, 1.0, 1.0]
-    assert turn_returns(made_record(TASK, 0, 1.0), 0.5) == []
+    half = GroupConfig(turn_discount=0.5)
+    assert turn_returns(replace(paths[0].record(0), untrained_calls=(1,)), half) == [0.5, 1.0, 1.0]
+    assert turn_returns(made_record(TASK, 0, 1.0), half) == []
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.5, 1.0])
