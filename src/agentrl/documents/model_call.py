@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import takewhile
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -655,12 +656,14 @@ def read_digest(messages: Sequence[Mapping[str, Any]]) -> str:
 
     The ids of tool calls do not count: they differ between positions at which a tool returns the same.
     """
-    read: list[object] = []
-    for message in reversed(messages):
-        if message.get("role") == "assistant":
-            break
-        read.append([message.get("role"), message.get("content")])
+    read = [[message.get("role"), message.get("content")] for message in unanswered(messages)]
     return state_digest(json.dumps(read, sort_keys=True, default=str))
+
+
+def unanswered(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages since the last answer, in order; all without one."""
+    new = takewhile(lambda message: message.get("role") != "assistant", reversed(messages))
+    return list(new)[::-1]
 
 
 @dataclass(frozen=True, slots=True)

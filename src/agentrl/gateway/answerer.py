@@ -42,7 +42,13 @@ from agentrl.config.schema import AgentConfig
 from agentrl.documents.conversation import answered_prefixes, digest_after, prefix_digests
 from agentrl.documents.document import replace_surrogates
 from agentrl.documents.images import Image, has_images, image_of_url, text_of
-from agentrl.documents.model_call import DispatchedSamplingTask, read_digest, unpack_floats, unpack_ids
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    read_digest,
+    unanswered,
+    unpack_floats,
+    unpack_ids,
+)
 from agentrl.documents.record import GatewayCall
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
@@ -630,7 +636,8 @@ class Answerer:
         turn = Turn(
             record=claim.record_id, attempt=claim.attempt, prompt=prompt, role=request.role,
             tools=request.tools, params=params, generation=generation, parsed=parsed, response=response,
-            problem=error, anchor=read_digest(without_volatile(prompt.messages, request.volatile)),
+            problem=error,
+            anchor=read_digest(without_volatile(unanswered(prompt.messages), request.volatile)),
         )  # fmt: skip
         after = digest_after(prompt.digest, without_volatile(response, request.volatile))
         key = request_key(request, prompt.digest)

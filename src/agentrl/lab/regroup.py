@@ -322,9 +322,11 @@ def _with_score(record: Record, new: NewScore | None) -> Record:
         return record
     compared = ("scorer", TURN_REWARDS, ROLE_REWARDS)
     is_same = all(record.score_details.get(key) == new.details.get(key) for key in compared)
-    if record.score == new.score and is_same:
+    scored = dataclasses.replace(record, score=new.score, score_details=new.details)
+    # Compare the scorers' own scores: those of a sum may change, and the sum not (GDPO).
+    if record.score == new.score and is_same and record.score_parts == scored.score_parts:
         return record
-    return dataclasses.replace(record, score=new.score, score_details=new.details)
+    return scored
 
 
 def _new_record(record: Record, new: NewScore) -> UpdateOne:
