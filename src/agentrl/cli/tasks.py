@@ -42,7 +42,7 @@ from agentrl.scoring.answers import (
 
 SOURCE = (
     "a JSONL, JSON, Parquet, CSV or Arrow file, FOLDER[:SPLIT], hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], a"
-    " folder or git bundle of Harbor tasks, or env:NAME?n=1000&seed=1, in quotes"
+    " folder or git bundle of Harbor tasks, env:NAME?n=1000&seed=1, in quotes, or a YAML file that mixes them"
 )
 
 
@@ -56,8 +56,8 @@ class LoadFlags:
 
     split: str = flag("train", "train, eval, …")
     no_shuffle: bool = flag(False, "keep the order of the file")
-    update: bool = flag(False, "change loaded tasks that have not begun")
-    append: bool = flag(False, "add tasks that the run does not have")
+    update: bool = flag(False, "change loaded tasks that have not begun, and a mixture's weights and gates")
+    append: bool = flag(False, "add tasks and sources that the run does not have")
 
 
 def main(argv: list[str]) -> int:

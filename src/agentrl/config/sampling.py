@@ -312,12 +312,12 @@ class TaskConfig(Flags):
 
     train_file: str | None = flag(
         None,
-        "training tasks: a JSONL, JSON, Parquet, CSV or Arrow file, FOLDER[:SPLIT], hf://ORG/NAME[:SPLIT], or"
-        " env:NAME?n=…&seed=…",
+        "training tasks: a JSONL, JSON, Parquet, CSV or Arrow file, FOLDER[:SPLIT], hf://ORG/NAME[:SPLIT],"
+        " env:NAME?n=…&seed=…, or a YAML file that mixes several of them (docs/tasks.md#mixtures)",
         per_process=True,
     )
     eval_file: str | None = flag(
-        None, "evaluation tasks, from the same sources as --train_file", per_process=True
+        None, "evaluation tasks, from the same sources as --train_file, but no mixture", per_process=True
     )
     task_fields: str = flag(
         "",
@@ -340,7 +340,9 @@ class TaskConfig(Flags):
     ] = flag(
         "auto", "the system whose rows the files have; auto knows it by a row's fields", per_process=True
     )
-    num_train_epochs: int = flag(1, "passes over the training tasks", within="[1, inf)", unit="epochs")
+    num_train_epochs: int = flag(
+        1, "passes over the training tasks; of a mixture, over each source", within="[1, inf)", unit="epochs"
+    )
     num_generations: int = flag(
         8, "trajectories per task: the size of a group", within="[1, inf)", unit="trajectories"
     )

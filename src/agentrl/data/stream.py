@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -346,7 +347,11 @@ async def images_of(store: Store, data: Sequence[DBRecordData]) -> Mapping[str, 
 async def step_window(store: Store, split: str, groups: Sequence[str]) -> Window:
     """Return the window of a step that trains ``groups``."""
     tasks = [await store.tasks.get(group) for group in groups]
-    own = [{"task": task.id, **task.group} for task in tasks if task is not None and task.group is not None]
+    own = [
+        {"task": task.id, "source": task.source, **task.group}
+        for task in tasks
+        if task is not None and task.group is not None
+    ]
     end = max((group["finalized_at"] for group in own), default=None)
     uncounted = await store.groups.uncounted(split)
     within = [group for group in uncounted if end is None or group["finalized_at"] <= end]
@@ -359,12 +364,21 @@ async def window_metrics(store: Store, window: Window, trained: Sequence[str]) -
     ``masked_calls`` counts model calls that a sampling parameter excludes from training. ``length_bias`` is
     the mean number of generated tokens of the Records ``trained``, divided by that of all scored Records in
     the window, stale and filtered ones included. Below 1, training sees shorter trajectories than the policy
-    generates. ``prefix_cache_hit_rate`` is the fraction of prompt tokens that engines did not compute again.
+    generates. ``source_pass_rate`` is {source of a mixture: pass rate}. ``prefix_cache_hit_rate`` is the
+    fraction of prompt tokens that engines did not compute again.
     """
     metrics: dict[str, Any] = trajectory_means(window.groups)
     metrics["masked_calls"] = sum(
         masked["calls"] for group in window.groups for masked in group.get("masked_calls", ())
     )
+    by_source: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for group in window.groups:
+        if group.get("source") is not None and group["scored"]:
+            by_source[group["source"]].append(group)
+    if by_source:
+        metrics["source_pass_rate"] = {
+            name: trajectory_means(groups)["pass_rate"] for name, groups in sorted(by_source.items())
+        }
     sampled_mean = await store.training.mean_generated_tokens(tasks=window.tasks)
     trained_mean = await store.training.mean_generated_tokens(records=trained)
     if sampled_mean and trained_mean:
@@ -672,7 +686,7 @@ class DataStream:
         """Return whether every epoch holds every task and all groups are finalized."""
         split = self._settings.split
         # Ask for epochs too: one that is not open yet has no tasks, so none of them is unfinished.
-        if await self._store.epochs.next(split, self._settings.num_epochs) is not None:
+        if await self._store.epochs.due(split, self._settings.num_epochs):
             return False
         unfinished = (TaskStatus.CREATED, TaskStatus.RUNNING, TaskStatus.WAITING)
         # Do not count them: each look for data would then read a key for each task of the run.

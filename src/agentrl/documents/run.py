@@ -5,6 +5,7 @@ Each kind has a collection of its own, because different database users may writ
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -13,6 +14,7 @@ from typing import Any, Final, Literal
 
 from agentrl.base.processes import ProcessIdentity
 from agentrl.documents.document import Document, Root, now
+from agentrl.documents.mixture import MixtureSource
 from agentrl.documents.status import (
     EpochStatus,
     EvaluationStatus,
@@ -269,14 +271,28 @@ class Gate(Root):
     id: str = ADMISSION
     opened: int = 0
     begun: int = 0
-    """Groups begun under ``--task_selection pass_rate``: the last ``Task.begun.number``."""
+    """Groups begun under another ``--task_selection`` than ``order``, or of a mixture: the last
+    ``Task.begun.number``."""
+    sources: tuple[MixtureSource, ...] = ()
+    """The sources of the training tasks, if they are a mixture."""
     turn_until: datetime | None = None
     """Of ``TURN``: how long the sampler that admits groups now has its turn; None: nobody admits any."""
 
 
-def epoch_key(split: str, epoch: int) -> str:
-    """Return the ``_id`` of an ``EpochOpening``."""
-    return f"{split}/{epoch}"
+def epoch_key(split: str, epoch: int, source: str | None = None) -> str:
+    """Return the ``_id`` of an ``EpochOpening``; of a mixture, each source has epochs of its own."""
+    return f"{split}/{epoch}" if source is None else f"{split}/{epoch}/{source}"
+
+
+_EPOCH_KEY = re.compile(r"(.+)/([0-9]+)(?:/([A-Za-z][^/]*))?", re.DOTALL)
+
+
+def parse_epoch_key(key: str) -> tuple[str, int, str | None]:
+    """Return the split, the epoch and the source of an ``EpochOpening``. Raises ValueError."""
+    found = _EPOCH_KEY.fullmatch(key)
+    if found is None:
+        raise ValueError(f"{key!r} is not SPLIT/EPOCH or SPLIT/EPOCH/SOURCE")
+    return found[1], int(found[2]), found[3]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,12 +301,17 @@ class EpochOpening(Root):
 
     Epoch 0 holds the loaded tasks; each later epoch copies it. A process that takes over uses the stored
     ``seed``, ``shuffle`` and ``num_generations``. ``attempt`` fences earlier owners.
+
+    Each source of a mixture has epochs of its own: ``train/1/NAME`` beside ``train/0``, which is all that
+    was loaded, and ``train/0/NAME``, which counts those of the source.
     """
 
     id: str
     status: EpochStatus = EpochStatus.OPENING
     tasks: int = 0
     """Number of its tasks; while it is opening, the expected number."""
+    set_aside: dict[str, int] = field(default_factory=dict)
+    """Pool → tasks of the source that this epoch leaves out, because of their last pass rates."""
     attempt: int = 0
     owner: str | None = None
     lease_expires_at: datetime | None = None

@@ -67,7 +67,7 @@ class Admission(Document):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin(Document):
-    """When and why a group was begun with ``--task_selection`` ``pass_rate`` or ``curriculum``."""
+    """When and why a group was begun, with another ``--task_selection`` than ``order`` or of a mixture."""
 
     number: int
     """Serial number over all groups of the run, from 1; groups are trained in this order."""
@@ -77,6 +77,8 @@ class Begin(Document):
     """Ability of the policy, in logits, estimated from recent groups (``scoring.difficulty``)."""
     ease: float
     """Ease of the task, in logits, estimated from its group in the previous epoch; 0 for a new task."""
+    credits: tuple[float, ...] = ()
+    """Of a mixture: ``MixtureSource.credit`` of every source after this group, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,8 @@ class Task(Root):
     split: str
     epoch: int
     order: int
+    source: str | None = None
+    """The source of a mixture that it comes from; its ``task_id`` is then ``SOURCE/ID``."""
     status: TaskStatus = TaskStatus.CREATED
     query: str
     answer: Any = None

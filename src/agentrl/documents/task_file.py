@@ -15,8 +15,10 @@ import weakref
 import zlib
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeVar, cast, overload
 
@@ -24,6 +26,7 @@ from agentrl.base.registry import Registry
 from agentrl.base.user_code import file_name, names_outside
 from agentrl.documents.document import shortened
 from agentrl.documents.images import Image
+from agentrl.documents.mixture import Mixture, MixtureSource
 from agentrl.documents.task import FINGERPRINT_BYTES, Task, fingerprint, scorer_weights, task_key
 from agentrl.documents.task_json import (
     DECODER,
@@ -434,16 +437,45 @@ class ReadResult:
     """How rows of another system are read, with the first of them as an example; None without such rows."""
     kinds: tuple[Task, ...] = ()
     """The first task of each kind of row: of scorer, schema, type of answer, form that its prompt wants."""
+    mixture: tuple[MixtureSource, ...] = ()
+    """The sources of a mixture; empty for any other source."""
+
+    @classmethod
+    def mixed(cls, parts: Mapping[str, ReadResult], mixture: Mixture) -> ReadResult:
+        """Return what was read of a mixture, from its ``parts`` by the names of the sources."""
+        read = parts.values()
+
+        def images() -> Iterator[Image]:
+            return (image for part in read for image in part.images())
+
+        return cls(
+            tasks=MixedTasks([part.tasks for part in read]),
+            skipped=tuple(line for part in read for line in part.skipped),
+            warnings=tuple(f"{name}: {line}" for name, part in parts.items() for line in part.warnings),
+            names={field: set().union(*(part.names[field] for part in read)) for field in NAMING},
+            images=images,
+            presets=dict(sum((Counter(part.presets) for part in read), Counter())),
+            outside=frozenset().union(*(part.outside for part in read)),
+            reading="\n".join(f"{name}: {part.reading}" for name, part in parts.items() if part.reading)
+            or None,
+            kinds=tuple(task for part in read for task in part.kinds),
+            mixture=mixture.stored,
+        )
 
 
 class FileTasks(Sequence[Task]):
     """A lazy sequence: reads each task from the file on access. Tasks are in sampling order."""
 
-    def __init__(self, source: TaskSource, rows: TaskRows, split: str, num_generations: int) -> None:
+    def __init__(
+        self, source: TaskSource, rows: TaskRows, split: str, num_generations: int, name: str | None = None
+    ) -> None:
+        """``name`` is that of the source in a mixture; ids then begin with it."""
         self._source = source
         self._rows = rows
         self._folder = source.folder
-        self._task_arguments = (split, num_generations, self._folder)
+        self._split = split
+        self._num_generations = num_generations
+        self._name = name
         # Hold numbers in arrays: a list of Python's integers takes about four times the memory.
         self._numbers = array("Q")
         self._offsets = array("Q")
@@ -453,6 +485,15 @@ class FileTasks(Sequence[Task]):
         self._ids: list[str] = []
         self._fingerprints = bytearray()
         self._has_images = bytearray()
+
+    def make(self, value: Any, order: int = 0) -> Task:
+        """Return the task of a row that presets have read. Raises BadTaskError."""
+        task = make_task(value, self._split, self._num_generations, self._folder, order)
+        if self._name is None:
+            return task
+        # Name the source in the id: rows without one are numbered, in every source from 0.
+        task_id = f"{self._name}/{task.task_id}"
+        return replace(task, id=task_key(self._split, 0, task_id), task_id=task_id, source=self._name)
 
     def add(self, item: Item, task: Task) -> None:
         """Append one task."""
@@ -476,7 +517,7 @@ class FileTasks(Sequence[Task]):
         index = self._file_indexes[order]
         start = FINGERPRINT_BYTES * index
         own = bytes(self._fingerprints[start : start + FINGERPRINT_BYTES])
-        return task_key(self._task_arguments[0], 0, self._ids[index]), own
+        return task_key(self._split, 0, self._ids[index]), own
 
     def images(self) -> Iterator[Image]:
         """Yield each image that a task names."""
@@ -509,7 +550,7 @@ class FileTasks(Sequence[Task]):
 
     def _read(self, order: int) -> Task:
         try:
-            task = make_task(self._value(order), *self._task_arguments, order)
+            task = self.make(self._value(order), order)
             if (task.id, fingerprint(task)) != self.fingerprint(order):
                 raise BadTaskError(f"task {self._ids[self._file_indexes[order]][:80]!r} has another text")
             return task
@@ -520,13 +561,45 @@ class FileTasks(Sequence[Task]):
             ) from error
 
 
+class MixedTasks(Sequence[Task]):
+    """The tasks of several files, one file after the other; each numbers its own."""
+
+    def __init__(self, parts: Sequence[Sequence[Task]]) -> None:
+        self._parts = [cast("FileTasks", part) for part in parts]
+        self._ends = [*accumulate(map(len, self._parts))]
+
+    def fingerprint(self, index: int) -> tuple[str, bytes]:
+        """Return the ``_id`` and the fingerprint of a task: see ``FileTasks``."""
+        part, order = self._place(index)
+        return part.fingerprint(order)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        if isinstance(index, slice):
+            return [self[order] for order in range(*index.indices(len(self)))]
+        part, order = self._place(range(len(self))[index])
+        return part[order]
+
+    def _place(self, index: int) -> tuple[FileTasks, int]:
+        part = bisect_right(self._ends, index)
+        return self._parts[part], index - (self._ends[part - 1] if part else 0)
+
+
 def read_tasks(
     path: str | Path, *, split: str = "train", seed: int = 0, shuffle: bool = True,
     num_generations: int = 8, skip_bad_lines: bool = False,
     source: TaskSource | None = None, rows: TaskRows | None = None,
     check: Callable[[Task, Item], None] = lambda task, item: None,
     look: Callable[[Task, Item], None] = lambda task, item: None,
-    names: Callable[[Task], frozenset[str]] | None = None,
+    names: Callable[[Task], frozenset[str]] | None = None, name: str | None = None,
 ) -> ReadResult:  # fmt: skip
     """Check and index a task file, plain or gzip. A bad line raises TaskFileError unless ``skip_bad_lines``.
 
@@ -535,11 +608,11 @@ def read_tasks(
     ``rows`` says how rows become tasks. ``check`` gets each task with its row, and raises BadTaskError for a
     bad one; ``look`` gets each that is not bad, in the order of the source.
     ``names`` returns the code, servers and files that a task names; without it, those of its fields count,
-    and a task of a source that is not trusted may name no environment.
+    and a task of a source that is not trusted may name no environment. ``name`` is that of ``FileTasks``.
     """
     source = source or TaskSource(Path(path))
     rows = rows or TaskRows()
-    tasks = FileTasks(source, rows, split, num_generations)
+    tasks = FileTasks(source, rows, split, num_generations, name)
     reading = _Reading(tasks, rows, source.is_trusted, names, check)
     for item in source.items():
         where = source.where(item)
@@ -551,7 +624,7 @@ def read_tasks(
             if not source.is_trusted:
                 # Check it before make_task, which opens the images.
                 _require_images_inside(value)
-            task = make_task(value, split, num_generations, source.folder)
+            task = tasks.make(value)
             reading.add(task, item, where, preset)
             tasks.add(item, task)
             look(task, item)

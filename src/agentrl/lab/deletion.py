@@ -18,7 +18,7 @@ from pymongo import UpdateOne
 from agentrl.base.batches import batches
 from agentrl.documents.document import now, plain
 from agentrl.documents.record import Record
-from agentrl.documents.run import Rebuilt, Retraction, Tombstone, Withdrawn
+from agentrl.documents.run import Rebuilt, Retraction, Tombstone, Withdrawn, epoch_key
 from agentrl.documents.status import (
     APPLIED_STEPS,
     DataStatus,
@@ -673,8 +673,9 @@ class Withdrawing(Repository):
         unchanged = {"_id": task["_id"], "updated_at": task["updated_at"]}
         if not (await self._collection(TASK).delete_one(unchanged)).deleted_count:
             raise GroupChangedError
-        epoch = {"_id": f"{task['split']}/{task['epoch']}", "tasks": {"$gt": 0}}
-        await self._collection(EPOCH).update_one(epoch, {"$inc": {"tasks": -1}})
+        keys = [epoch_key(task["split"], task["epoch"], name) for name in {None, task.get("source")}]
+        epochs = {"_id": {"$in": keys}, "tasks": {"$gt": 0}}
+        await self._collection(EPOCH).update_many(epochs, {"$inc": {"tasks": -1}})
 
     async def _keep_images(self, task: Json | None, ids: Sequence[str], retraction: int) -> None:
         """Note which images the documents name, before they are deleted."""

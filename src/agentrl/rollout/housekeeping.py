@@ -232,34 +232,37 @@ class Housekeeping:
     async def nothing_is_left(self) -> bool:
         """Return whether every group of every epoch is finalized; open the next epoch if it is due."""
         tasks, split = self._store.tasks, self._split
-        following = await self._following_epoch()  # read first: an epoch that opens meanwhile has open tasks
+        following = await self._due()  # read first: an epoch that opens meanwhile has open tasks
         if await tasks.any_with_status(split, TaskStatus.CREATED, TaskStatus.RUNNING, TaskStatus.WAITING):
             return False
         if not await tasks.any_with_status(split, TaskStatus.COMPLETED):
             return False
-        if following is not None:
+        if following:
             await self.open_next_epoch()
-        return following is None
+        return not following
 
     async def open_next_epoch(self) -> bool:
-        """Open or complete the next epoch if no task waits for its first claim; return whether it did."""
-        if await self._store.tasks.any_with_status(self._split, TaskStatus.CREATED):
-            return False
-        following = await self._following_epoch()
-        if following is None:
-            return False
-        plan = self._plan
-        opened = await self._store.epochs.open(
-            self._split, following, plan.seed, plan.num_generations, plan.shuffle
-        )
-        if opened:
-            logger.info("epoch opened", extra={"epoch": following, "tasks": opened})
+        """Open or complete the next epoch if no task waits for its first claim; return whether it did.
+
+        Each source of a mixture has epochs and waiting tasks of its own.
+        """
+        opened = 0
+        for source, epoch in await self._due():
+            if await self._store.tasks.any_with_status(self._split, TaskStatus.CREATED, source=source):
+                continue
+            plan = self._plan
+            tasks = await self._store.epochs.open(
+                self._split, epoch, plan.seed, plan.num_generations, plan.shuffle, source=source
+            )
+            if tasks:
+                logger.info("epoch opened", extra={"epoch": epoch, "tasks": tasks, "source": source})
+            opened += tasks
         return opened > 0
 
-    async def _following_epoch(self) -> int | None:
-        """Return the first epoch that does not hold every task; None if all epochs of the plan do."""
-        following = await self._store.epochs.next(self._split, self._plan.epochs)
-        if following == 0 and time.monotonic() >= self._warn_at:
+    async def _due(self) -> list[tuple[str | None, int]]:
+        """Return the first epoch that does not hold every task, of each source; empty if all of them do."""
+        following = await self._store.epochs.due(self._split, self._plan.epochs)
+        if (None, 0) in following and time.monotonic() >= self._warn_at:
             self._warn_at = time.monotonic() + LOAD_WARNING_SECONDS
             logger.warning(
                 "the tasks of split %s are not loaded to the end: this sampler waits for the rest; if no"

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,9 @@ from agentrl.base.registry import import_modules
 from agentrl.base.user_code import allow, describe
 from agentrl.base.validation import SettingsModel, read_config
 from agentrl.config.schema import TaskConfig
+from agentrl.documents.mixture import MIXED_SPLIT, Mixture, SourceSettings, is_mixture, read_mixture
 from agentrl.documents.task import Task, scorer_weights
-from agentrl.documents.task_file import Item, ReadResult, TaskSource, open_task_source, read_tasks
+from agentrl.documents.task_file import HUB, Item, ReadResult, TaskSource, open_task_source, read_tasks
 from agentrl.documents.task_json import BadTaskError
 from agentrl.documents.task_presets import TaskRows
 from agentrl.environments.environment import (
@@ -99,12 +101,26 @@ def read_task_source(
     path: str | Path, *, split: str = "train", seed: int = 0, shuffle: bool = True, num_generations: int = 8,
     skip_bad_lines: bool = False, rows: TaskRows | None = None,
     require_names: Callable[[Task], None] = lambda task: None,
-    look: Callable[[Task, Item], None] = lambda task, item: None,
+    look: Callable[[Task, Item], None] = lambda task, item: None, name: str | None = None,
 ) -> ReadResult:  # fmt: skip
     """Read the tasks of any source; see ``read_tasks``. An answer that its scorer cannot read is bad.
 
-    ``require_names`` raises BadTaskError for a task that names what cannot be used.
+    ``require_names`` raises BadTaskError for a task that names what cannot be used. ``rows`` are those of the
+    flags: a source of a mixture may say how its own rows are read.
     """
+    if is_mixture(path):
+        mixture = _open_mixture(path, split)
+        return ReadResult.mixed(
+            {
+                source: read_task_source(
+                    _beside(path, each.path), split=split, seed=seed, shuffle=shuffle,
+                    num_generations=num_generations, skip_bad_lines=skip_bad_lines, rows=_rows(each, rows),
+                    require_names=require_names, look=look, name=source,
+                )
+                for source, each in mixture.sources.items()
+            },
+            mixture,
+        )  # fmt: skip
 
     def check(task: Task, item: Item) -> None:
         require_readable(task)
@@ -119,8 +135,31 @@ def read_task_source(
     return read_tasks(
         path, split=split, seed=seed, shuffle=shuffle, num_generations=num_generations,
         skip_bad_lines=skip_bad_lines, source=open_source(str(path), split), rows=rows, check=check,
-        look=look, names=names,
+        look=look, names=names, name=name,
     )  # fmt: skip
+
+
+def _open_mixture(path: str | Path, split: str) -> Mixture:
+    """Read a mixture. Raises TaskFileError for another split than the training tasks'."""
+    if split != MIXED_SPLIT:
+        raise TaskFileError(
+            f"{path} is a mixture, and tasks of split {split} have neither weights nor gates",
+            hint="evaluate its sources one by one: --eval_file PATH",
+        )
+    return read_mixture(path)
+
+
+def _beside(mixture: str | Path, path: str) -> str:
+    """Return the path of a source, which is relative to the mixture's file."""
+    is_path = not is_address(path) and not path.startswith(HUB)
+    return str(Path(mixture).parent / os.path.expanduser(path)) if is_path else path
+
+
+def _rows(source: SourceSettings, rows: TaskRows | None) -> TaskRows | None:
+    """Return how the rows of a source are read: as it says, or else as the flags say."""
+    if source.task_preset is None and source.task_fields is None:
+        return rows
+    return TaskRows.parse(source.task_preset or "auto", source.task_fields or "")
 
 
 def open_source(text: str, split: str) -> TaskSource:
@@ -128,6 +167,8 @@ def open_source(text: str, split: str) -> TaskSource:
 
     Raises TaskFileError, and ConfigError for what this machine cannot run or read.
     """
+    if is_mixture(text):
+        raise TaskFileError(f"{text} is a mixture of task files", hint="name one of its sources")
     if is_address(text):
         return generate(text, split)
     return open_task_source(text, "train" if split == "train" else "eval")
@@ -294,11 +335,20 @@ async def store_tasks(
     """Store the tasks of a file, and add the code, servers and files that it names to the run's list.
 
     Returns what was loaded, and the names that this user may not add to the list. With ``update``, loaded
-    tasks that have not begun are changed. Without ``append``, a run that was begun with another file is
-    refused: ``Tasks.load``.
+    tasks that have not begun are changed, and so is the mixture. Without ``append``, a run that was begun
+    with another file is refused: ``Tasks.load``.
     """
     for image in result.images():
         await store.images.put(image)
+    is_mixed = False
+    if result.tasks[0].split == MIXED_SPLIT:
+        is_mixed = await store.mixtures.check(result.mixture, update=update, append=append)
+    # Store a new mixture before its tasks: otherwise samplers would begin them in order.
+    if result.mixture and not is_mixed:
+        await store.mixtures.write(result.mixture)
     loaded = await store.tasks.load(result.tasks, update=update, append=append)
+    # And a longer one after them: its turns would wait for tasks that are not there.
+    if is_mixed:
+        await store.mixtures.write(result.mixture)
     is_written = await store.imports.add(result.outside)
     return loaded, () if is_written else tuple(sorted(result.outside))

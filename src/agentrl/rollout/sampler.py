@@ -209,6 +209,7 @@ class Sampler(SlotLeases):
                 max_groups_open=limit,
                 selection=self._config.selection,
                 without=replace(needs, environments=needs.environments | full),
+                epochs=self._config.plan.epochs,
             )
         if claim is None:
             if self._misses == 0:

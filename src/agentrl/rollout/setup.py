@@ -398,6 +398,11 @@ async def sample(configs: Configs) -> None:
             await begin_model(store, configs[ModelConfig].model_name_or_path, "sample")
             if read is not None and tasks.train_file is not None:
                 await load_read_tasks(store, tasks.train_file, read)
+            if tasks.task_selection != ORDER and await store.mixtures.sources():
+                raise ConfigError(
+                    f"--task_selection is {tasks.task_selection}, and the tasks of the run are a mixture",
+                    hint="leave it out: the mixture's weights, gates and pools select the tasks",
+                )
             if sampling.resample_error_records:
                 await store.claims.reopen_failed(TRAIN_SPLIT)
             await allow_configured_imports(store, configs)

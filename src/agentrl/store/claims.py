@@ -13,8 +13,9 @@ from pymongo import ASCENDING, DESCENDING, ReturnDocument, UpdateOne
 from pymongo.errors import DuplicateKeyError, PyMongoError
 
 from agentrl.base.concurrency import Backoff
+from agentrl.documents.mixture import MIXED_SPLIT
 from agentrl.documents.record import Failure
-from agentrl.documents.run import ADMISSION, TURN
+from agentrl.documents.run import ADMISSION, TURN, Gate
 from agentrl.documents.status import (
     APPLIED_STEPS,
     SAMPLED,
@@ -47,6 +48,7 @@ from agentrl.store.mechanics.connection import (
     use_session,
 )
 from agentrl.store.mechanics.lease import FREE, QUEUED, after, literal, lost_claims
+from agentrl.store.mixture import MixtureSelection
 from agentrl.store.records import (
     LEASE,
     MOST_RESTARTS,
@@ -156,6 +158,9 @@ class GroupAdmission(Repository):
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
         self._selection = TaskSelection(connection)
+        self._mixture = MixtureSelection(connection)
+        self._is_mixed = False
+        """The last admission found a mixture: a look before the next one asks it."""
         self._goes_on = False
         """The last admission, here or in another process, admitted groups: the next one may do too."""
 
@@ -176,11 +181,13 @@ class GroupAdmission(Repository):
         return running + len(await self._collection(DATA).distinct("task", untrained))
 
     async def admit(
-        self, split: str, limit: GroupLimit, selection: Selection | None = None, without: Needs = NOTHING
-    ) -> bool:
+        self, split: str, limit: GroupLimit, selection: Selection | None = None, without: Needs = NOTHING,
+        epochs: int = 1,
+    ) -> bool:  # fmt: skip
         """Admit the next groups up to ``limit``; return whether there may now be slots to claim.
 
-        Tasks that need something in ``without`` are left for later.
+        Tasks that need something in ``without`` are left for later. Of a mixture, its turns choose the
+        groups; its sources have up to ``epochs`` epochs.
 
         The transaction first writes the ``Admission`` document, so that of two concurrent admissions one
         commits and the other raises AdmissionRacedError. No other sampler can admit groups while this one
@@ -192,27 +199,29 @@ class GroupAdmission(Repository):
         # Look before the turn, which is a write: idle samplers would write again and again for nothing. The
         # look of a selection also clears marks of tasks.
         is_likely = self._goes_on and selection is None
-        if not is_likely and not await self._has_next(split, limit, selection, without):
+        if not is_likely and not await self._has_next(split, limit, selection, without, epochs):
             return False
         # Suppose so after a lost race too: if nothing is left, the next turn finds it.
         self._goes_on = True
         until = await self._take_turn()
         self._goes_on = False
         try:
-            self._goes_on = await self._admit_next(split, limit, selection, without)
+            self._goes_on = await self._admit_next(split, limit, selection, without, epochs)
         finally:
             over = {"_id": TURN, "turn_until": until}  # else it is another's: this took too long
             await self._collection(GATE).update_one(over, {"$set": {"turn_until": None}})
         return self._goes_on
 
     async def _has_next(
-        self, split: str, limit: GroupLimit, selection: Selection | None, without: Needs
+        self, split: str, limit: GroupLimit, selection: Selection | None, without: Needs, epochs: int
     ) -> bool:
         """Return whether an admission would change something."""
         open_now = await self._open_groups(split)
         if open_now.needs_renumbering(limit):
             return True
         capacity = limit.groups - open_now.count
+        if self._is_mixed and split == MIXED_SPLIT:
+            return capacity > 0 and await self._mixture.any_left(epochs, without.excluded)
         if selection is None or capacity <= 0:
             return bool(await self._next_groups(split, min(capacity, 1), without))
         return await self._selection.any_left(split, selection, without.excluded)
@@ -236,13 +245,13 @@ class GroupAdmission(Repository):
         return until
 
     async def _admit_next(
-        self, split: str, limit: GroupLimit, selection: Selection | None, without: Needs
+        self, split: str, limit: GroupLimit, selection: Selection | None, without: Needs, epochs: int
     ) -> bool:
         async with self._connection.client.start_session() as session:
             try:
                 async with await session.start_transaction(**TRANSACTION):
                     with use_session(session):
-                        if await self._admit(split, limit, selection, without):
+                        if await self._admit(split, limit, selection, without, epochs):
                             return True
                     await session.abort_transaction()
                     return False
@@ -253,9 +262,12 @@ class GroupAdmission(Repository):
                 raise
 
     async def _admit(
-        self, split: str, limit: GroupLimit, selection: Selection | None, without: Needs
+        self, split: str, limit: GroupLimit, selection: Selection | None, without: Needs, epochs: int
     ) -> bool:
-        await self._collection(GATE).update_one({"_id": ADMISSION}, {"$inc": {"opened": 1}})
+        found = await self._collection(GATE).find_one_and_update(
+            {"_id": ADMISSION}, {"$inc": {"opened": 1}}, return_document=ReturnDocument.AFTER
+        )
+        gate = Gate.from_document(found or {"_id": ADMISSION})
         applied = {"status": {"$in": values(APPLIED_STEPS)}}
         last = await self._collection(STEP).find_one(applied, {"step": 1}, sort=[("step", DESCENDING)])
         step = 0 if last is None else int(last["step"])
@@ -263,7 +275,12 @@ class GroupAdmission(Repository):
             return False
         open_now = await self._open_groups(split)
         capacity = limit.groups - open_now.count
-        if selection is None:
+        is_changed = False
+        self._is_mixed = bool(gate.sources)
+        if self._is_mixed and split == MIXED_SPLIT:
+            groups: Sequence[str]
+            groups, is_changed = await self._mixture.begin(gate, step, capacity, epochs, without.excluded)
+        elif selection is None:
             groups = await self._next_groups(split, capacity, without)
         else:
             groups = await self._selection.begin(split, selection, capacity, without.excluded)
@@ -272,7 +289,7 @@ class GroupAdmission(Repository):
             groups = [*(group["_id"] for group in open_now.unclaimed), *groups]
             ranked_before = open_now.claimed
         if not groups:
-            return False
+            return is_changed
         index = {"$indexOfArray": [literal(groups), "$_id"]}
         admission = {"rank": {"$add": [index, ranked_before + 1]}, "after_step": step}
         fields = {"status": TaskStatus.RUNNING.value, "admission": admission, "updated_at": "$$NOW"}
@@ -325,6 +342,7 @@ class ClaimRequest:
     limit: GroupLimit | None
     selection: Selection | None
     without: Needs = NOTHING
+    epochs: int = 1
 
 
 class Claims(Repository):
@@ -340,7 +358,7 @@ class Claims(Repository):
     async def claim(
         self, *, split: str, owner: str, lease_seconds: float,
         max_groups_open: int | GroupLimit | None = None,
-        selection: Selection | None = None, without: Needs = NOTHING,
+        selection: Selection | None = None, without: Needs = NOTHING, epochs: int = 1,
     ) -> Claim | None:  # fmt: skip
         """Claim one slot by one atomic write; return None if there is nothing to claim.
 
@@ -349,10 +367,11 @@ class Claims(Repository):
         Tries in this order: an open slot of an admitted group, in the order in which groups were begun; a
         slot whose lease has expired; a slot of a group that is admitted now, chosen by ``selection`` if
         given, while fewer than ``max_groups_open`` groups are open (see ``GroupAdmission``). Claims of one
-        process that arrive at the same time share one write.
+        process that arrive at the same time share one write. Each source of a mixture has up to ``epochs``
+        epochs.
         """
         limit = GroupLimit(max_groups_open) if isinstance(max_groups_open, int) else max_groups_open
-        request = ClaimRequest(owner, split, lease_seconds, limit, selection, without)
+        request = ClaimRequest(owner, split, lease_seconds, limit, selection, without, epochs)
         return await self._claiming.write(request)
 
     @database_call
@@ -493,7 +512,7 @@ class Claims(Repository):
                 return [*expired, *nothing[1:]]
             try:
                 if request.limit is None or not await self._admission.admit(
-                    request.split, request.limit, request.selection, request.without
+                    request.split, request.limit, request.selection, request.without, request.epochs
                 ):
                     break
             except AdmissionRacedError:

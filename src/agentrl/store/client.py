@@ -25,6 +25,7 @@ from agentrl.store.groups import Columns, Groups
 from agentrl.store.mechanics.change_stream import Changes
 from agentrl.store.mechanics.connection import DATABASE_SERVERS, TASK, Connection, LocalServer, RunFence
 from agentrl.store.mechanics.retry import PastOutage
+from agentrl.store.mixture import Mixtures
 from agentrl.store.model_calls import Images, ModelCalls
 from agentrl.store.policy_versions import PolicyVersions, TrainerLeases
 from agentrl.store.records import Attempts, Records
@@ -47,6 +48,7 @@ class Store:
         self.run_name = connection.database.name
         self.epochs = Epochs(connection)
         self.tasks = Tasks(connection, self.epochs)
+        self.mixtures = Mixtures(connection)
         self.attempts = Attempts(connection)
         self.expired_leases = ExpiredLeases(connection, self.attempts.completed)
         self.claims = Claims(connection, self.expired_leases)

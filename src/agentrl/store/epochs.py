@@ -1,5 +1,7 @@
 """Open epochs under a lease: select their tasks (``--task_selection``), insert them, open the epoch.
 
+The sources of a mixture have epochs of their own: each begins its next one when its own tasks are begun.
+
 A sampled task may be selected again before its next epoch is opened; its copy for that epoch is inserted
 then. ``Task.ease`` marks a task that may be selected again; its copy stores it as ``Task.begun.ease``.
 """
@@ -14,6 +16,7 @@ import random
 import socket
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -26,7 +29,8 @@ from pymongo.errors import DuplicateKeyError
 
 from agentrl.base.batches import batches
 from agentrl.documents.document import plain
-from agentrl.documents.run import ADMISSION, EpochOpening, epoch_key
+from agentrl.documents.mixture import MixtureSource
+from agentrl.documents.run import ADMISSION, EpochOpening, Gate, epoch_key, parse_epoch_key
 from agentrl.documents.status import EpochStatus, TaskStatus
 from agentrl.documents.task import CONTENT, Begin, Slot, Task, task_key
 from agentrl.errors import LeaseLostError, StoreError
@@ -78,6 +82,9 @@ RECENT_GROUPS = 16
 """Number of recently finalized groups, and of recent first groups of tasks, that the estimates use."""
 
 ORDER, PASS_RATE, CURRICULUM = "order", "pass_rate", "curriculum"
+
+OF_SOURCES: Json = {"source": {"$gt": ""}}
+"""The filter of the partial indexes of tasks of a mixture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,11 +369,22 @@ class EpochLeases(Repository):
         return self._locks.setdefault(key, asyncio.Lock())
 
     @database_call
+    async def by_source(self, split: str) -> dict[str | None, dict[int, EpochOpening]]:
+        """Return the openings of a split by source and epoch; under None those that no source has."""
+        return await openings_of(self._connection, split)
+
     async def by_split(self, split: str) -> dict[int, EpochOpening]:
-        """Return the openings of a split by epoch."""
-        openings = await self._all(EpochOpening, EPOCH, {"_id": id_prefix(f"{split}/")})
-        numbered = {int(opening.id.rpartition("/")[2]): opening for opening in openings}
-        return {number: each for number, each in numbered.items() if each.id == epoch_key(split, number)}
+        """Return the openings of a split by epoch, without those of sources."""
+        return (await self.by_source(split)).get(None, {})
+
+    @database_call
+    async def count_sources(self, split: str, counts: Mapping[str, int]) -> None:
+        """Store how many tasks of epoch 0 each source has; a source without a document gets one."""
+        for source, count in counts.items():
+            made = EpochOpening(id=epoch_key(split, 0, source), status=EpochStatus.OPEN).to_document()
+            del made["tasks"]
+            counted = {"$set": {"tasks": count}, "$setOnInsert": made}
+            await self._collection(EPOCH).update_one({"_id": made.pop("_id")}, counted, upsert=True)
 
     @database_call
     async def acquire(self, opening: EpochOpening, *, copies: bool = False) -> EpochOpening | None:
@@ -399,9 +417,13 @@ class EpochLeases(Repository):
         await self._lease(held).renew(held.attempt, self._seconds, opening)
 
     @database_call
-    async def finish(self, held: EpochOpening, tasks: int) -> None:
+    async def finish(
+        self, held: EpochOpening, tasks: int, set_aside: Mapping[str, int] | None = None
+    ) -> None:
         """Mark the epoch as open, with ``tasks`` tasks, and release the lease."""
         opened = {"status": EpochStatus.OPEN.value, "tasks": tasks, **FREE}
+        if set_aside:
+            opened["set_aside"] = literal(dict(set_aside))
         await self._lease(held).write(held.attempt, [{"$set": opened}])
 
     @asynccontextmanager
@@ -438,16 +460,20 @@ class Epochs(Repository):
         super().__init__(connection)
         self._leases = EpochLeases(connection)
 
-    @database_call
-    async def next(self, split: str, epochs: int) -> int | None:
+    async def next(self, split: str, epochs: int, source: str | None = None) -> int | None:
         """Return the lowest epoch to open, of the first ``epochs`` and those begun; None if all are open."""
-        openings = await self._leases.by_split(split)
-        least = openings[0].tasks if 0 in openings else 0
-        for epoch in range(max(epochs, max(openings, default=0) + 1)):
-            opening = openings.get(epoch)
-            if opening is None or opening.status is not EpochStatus.OPEN or opening.tasks < least:
-                return epoch
-        return None
+        return following_epoch((await self._leases.by_source(split)).get(source, {}), epochs)
+
+    async def due(self, split: str, epochs: int) -> list[tuple[str | None, int]]:
+        """Return each source with a next epoch, and which; (None, epoch) for a split without sources."""
+        openings = await self._leases.by_source(split)
+        whole = openings.pop(None, {})
+        # Wait for the load: until it ends, nobody knows which sources there are.
+        is_loaded = 0 in whole and whole[0].status is EpochStatus.OPEN
+        if not openings or not is_loaded:
+            openings = {None: whole}
+        following = {source: following_epoch(each, epochs) for source, each in openings.items()}
+        return [(source, epoch) for source, epoch in following.items() if epoch is not None]
 
     @database_call
     async def size(self, split: str) -> int:
@@ -461,18 +487,20 @@ class Epochs(Repository):
 
     @database_call
     async def open(
-        self, split: str, epoch: int, seed: int, num_generations: int, shuffle: bool = True
-    ) -> int:
-        """Copy the tasks of epoch 0 to ``epoch``, in a new order; return how many were missing.
+        self, split: str, epoch: int, seed: int, num_generations: int, shuffle: bool = True, *,
+        source: str | None = None,
+    ) -> int:  # fmt: skip
+        """Copy the tasks of epoch 0, or those of ``source``, to ``epoch``; return how many were missing.
 
-        Writes nothing while an earlier epoch is not open, or while another process opens this one.
+        They are in a new order, without those that the source's pools set aside. Writes nothing while an
+        earlier epoch is not open, or while another process opens this one.
         """
-        if epoch == 0 or await self.next(split, epoch + 1) != epoch:
+        if epoch == 0 or await self.next(split, epoch + 1, source) != epoch:
             return 0
-        loaded = await self.count(split, 0)
-        begun = await self._one(Task, TASK, {"split": split, "epoch": epoch})
+        loaded = await self.count(split, 0, source)
+        begun = await self._one(Task, TASK, _of_epoch(split, epoch, source))
         opening = EpochOpening(
-            id=epoch_key(split, epoch), tasks=loaded, seed=seed, shuffle=shuffle,
+            id=epoch_key(split, epoch, source), tasks=loaded, seed=seed, shuffle=shuffle,
             # Take the size of a group that is there: a selection copies tasks before their epoch is opened.
             num_generations=num_generations if begun is None else len(begun.slots) + begun.retracted,
         )  # fmt: skip
@@ -482,7 +510,7 @@ class Epochs(Repository):
                 return 0
             try:
                 async with self._leases.releasing(held):
-                    return await self._copy(split, epoch, held)
+                    return await self._copy(split, epoch, held, source)
             except LeaseLostError as error:
                 logger.warning("%s", error.message)
                 return 0
@@ -501,6 +529,8 @@ class Epochs(Repository):
                 lease = LoadLease(self, self._leases, held)
                 yield lease
                 tasks = await self.count(split, epoch)
+                if epoch == 0:
+                    await self._leases.count_sources(split, await self._sources(split))
                 await self._leases.finish(lease.held, tasks)
         if earlier is not None and earlier.status is EpochStatus.OPENING and earlier.tasks > tasks:
             logger.warning(
@@ -514,9 +544,14 @@ class Epochs(Repository):
         return opening is not None and opening.status is EpochStatus.OPEN
 
     @database_call
-    async def count(self, split: str, epoch: int) -> int:
-        """Return how many tasks an epoch holds now."""
-        return await self._collection(TASK).count_documents({"split": split, "epoch": epoch})
+    async def count(self, split: str, epoch: int, source: str | None = None) -> int:
+        """Return how many tasks an epoch holds now, or an epoch of a source."""
+        return await self._collection(TASK).count_documents(_of_epoch(split, epoch, source))
+
+    @database_call
+    async def _sources(self, split: str) -> dict[str, int]:
+        """Return how many tasks of epoch 0 each source has."""
+        return await self._count_by("source", TASK, {"split": split, "epoch": 0, **OF_SOURCES})
 
     async def wait_for_lease(self, key: str) -> EpochOpening:
         """Wait until the lease of an epoch is free, and acquire it for a load."""
@@ -530,26 +565,52 @@ class Epochs(Repository):
             await asyncio.sleep(_POLL_SECONDS)
         return held
 
-    async def _copy(self, split: str, epoch: int, held: EpochOpening) -> int:
+    async def _copy(self, split: str, epoch: int, held: EpochOpening, source: str | None) -> int:
         tasks = self._collection(TASK)
-        cursor = tasks.find({"split": split, "epoch": 0}, {"_id": 0, "order": 1, "task_id": 1})
+        cursor = tasks.find(_of_epoch(split, 0, source), {"_id": 0, "order": 1, "task_id": 1})
         # Sort first: a process that takes over must shuffle the same list by the same seed.
         loaded = sorted([(task["order"], task["task_id"]) async for task in cursor])
         ordered = [task_id for _, task_id in loaded]
         if held.shuffle:
             random.Random(f"{held.seed}/{epoch}").shuffle(ordered)
-        present = set(await self._ids(TASK, {"_id": id_prefix(f"{split}/{epoch}/")}))
+        present = set(await self._ids(TASK, {"_id": id_prefix(f"{epoch_key(split, epoch, source)}/")}))
         missing = [
             (order, task_id)
             for order, task_id in enumerate(ordered)
             if task_key(split, epoch, task_id) not in present
         ]
+        aside: dict[str, str] = {}
+        if source is not None:
+            aside = await self._set_aside(split, epoch, source, [task_id for _, task_id in missing])
+            missing = [(order, task_id) for order, task_id in missing if task_id not in aside]
         for batch in batches(missing, _BATCH):
             await self._copy_batch(split, epoch, batch, held.num_generations or 1)
             # Renew after each batch: a process that lost the lease ends here, and its copies harm nobody.
             await self._leases.renew(held)
-        await self._leases.finish(held, await self.count(split, epoch))
+        held_now = await self.count(split, epoch, source)
+        await self._leases.finish(held, held_now + len(aside), Counter(aside.values()))
         return len(missing)
+
+    async def _set_aside(
+        self, split: str, epoch: int, source: str, task_ids: Sequence[str]
+    ) -> dict[str, str]:
+        """Return {task: pool} of those of ``task_ids``, in their order, that the source's pools leave out.
+
+        The pool of a task is that of its last finalized group before ``epoch``. A task without one is kept.
+        """
+        gate = await self._one(Gate, GATE, {"_id": ADMISSION})
+        pooled = [each for each in gate.sources if each.name == source and each.pools] if gate else []
+        if not pooled:
+            return {}
+        scored = {"group.finalized_at": {"$ne": None}, "group.scored": {"$gt": 0}}
+        cursor = self._collection(TASK).find(
+            {"split": split, "source": source, "epoch": {"$lt": epoch}, **scored},
+            {"_id": 0, "task_id": 1, "epoch": 1, "group.pass_rate": 1},
+        )
+        found = sorted(
+            [(task["epoch"], task["task_id"], task["group"]["pass_rate"]) async for task in cursor]
+        )
+        return set_aside(pooled[0], task_ids, {task_id: rate for _, task_id, rate in found})
 
     async def _copy_batch(
         self, split: str, epoch: int, ordered: Sequence[tuple[int, str]], generations: int
@@ -564,6 +625,56 @@ class Epochs(Repository):
             {"$replaceWith": unbegun(list(range(generations)), literal(epoch)) | {"order": order}},
             {"$merge": {"into": TASK, "whenMatched": "keepExisting", "whenNotMatched": "insert"}},
         )
+
+
+def following_epoch(openings: Mapping[int, EpochOpening], epochs: int) -> int | None:
+    """Return the lowest epoch to open, of the first ``epochs`` and those begun; None if all are open.
+
+    None too after an epoch that has set every task aside: the next one would do the same.
+    """
+    least = openings[0].tasks if 0 in openings else 0
+    for epoch in range(max(epochs, max(openings, default=0) + 1)):
+        opening = openings.get(epoch)
+        if opening is None and epoch and sum(openings[epoch - 1].set_aside.values()) >= max(least, 1):
+            return None
+        if opening is None or opening.status is not EpochStatus.OPEN or opening.tasks < least:
+            return epoch
+    return None
+
+
+def set_aside(source: MixtureSource, task_ids: Sequence[str], rates: Mapping[str, float]) -> dict[str, str]:
+    """Return {task: pool} of the tasks that an epoch leaves out; ``rates`` are their last pass rates.
+
+    Of each pool its weight's share is kept, evenly over ``task_ids``: of a weight of 0.2 every fifth.
+    """
+    met: Counter[str] = Counter()
+    aside: dict[str, str] = {}
+    for task_id in task_ids:
+        if task_id not in rates:
+            continue
+        pool = source.pool_of(rates[task_id])
+        # Round: 0.29 × 100 is below 29 as a float.
+        before, after = (math.floor(round(pool.weight * (met[pool.name] + n), 9)) for n in (0, 1))
+        met[pool.name] += 1
+        if after == before:
+            aside[task_id] = pool.name
+    return aside
+
+
+async def openings_of(connection: Connection, split: str) -> dict[str | None, dict[int, EpochOpening]]:
+    """Return the openings of a split by source and epoch; under None those that no source has."""
+    found: dict[str | None, dict[int, EpochOpening]] = {}
+    async for document in connection.collection(EPOCH).find({"_id": id_prefix(f"{split}/")}):
+        own, epoch, source = parse_epoch_key(document["_id"])
+        if own == split:
+            found.setdefault(source, {})[epoch] = EpochOpening.from_document(document)
+    return found
+
+
+def _of_epoch(split: str, epoch: int, source: str | None) -> Json:
+    """Return a filter for the tasks of an epoch, or of an epoch of a source."""
+    own: Json = {} if source is None else {"source": source}
+    return {"split": split, "epoch": epoch, **own}
 
 
 class LoadLease:
@@ -597,7 +708,7 @@ def unbegun(traj_ids: Any, epoch: Any = None) -> Json:
     """
     new = Task(id="", task_id="", split="", epoch=0, order=0, query="").to_document()
     # Copy only what was loaded: everything else of the source is the state of its own group.
-    kept = ("_id", "task_id", "split", "epoch", "order", *CONTENT, CHECKSUMS)
+    kept = ("_id", "task_id", "split", "epoch", "order", "source", *CONTENT, CHECKSUMS)
     copy = {name: literal(value) for name, value in new.items()} | {name: f"${name}" for name in kept}
     if epoch is not None:
         copy["_id"] = {"$concat": ["$split", "/", {"$toString": epoch}, "/", "$task_id"]}

@@ -58,7 +58,7 @@ from agentrl.errors import SchemaVersionError, StoreError
 from agentrl.scoring.evaluation import LIMIT
 from agentrl.scoring.groups import FAILED
 from agentrl.store.costs import ENDED, SUMMED
-from agentrl.store.epochs import ANY_LEVEL, LEVEL
+from agentrl.store.epochs import ANY_LEVEL, LEVEL, OF_SOURCES
 from agentrl.store.mechanics import connection
 from agentrl.store.mechanics.connection import Json, insert_if_missing
 from agentrl.store.mechanics.lease import LEASE_DEADLINE
@@ -231,6 +231,8 @@ INDEXES: dict[str, list[IndexModel]] = {
         _index("split", ("group.finalized_at", _DOWN), where={"begun.number": {"$gt": 0}}),
         _index("split", "status", LEVEL, "epoch", "order", where={LEVEL: ANY_LEVEL}),
         _index("split", LEVEL, ("group.finalized_at", _DOWN), where={LEVEL: ANY_LEVEL}),
+        _index("split", "status", "source", "epoch", "order", where=OF_SOURCES),
+        _index("split", "source", ("group.finalized_at", _DOWN), where=OF_SOURCES),
         _index("split", "status", "group.counted_at_step", "group.finalized_at"),
         # Index only what has images: a full index would hold a null for each task without any.
         _index("images.sha256", where={"images.sha256": {"$gt": ""}}),

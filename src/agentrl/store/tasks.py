@@ -28,7 +28,7 @@ from agentrl.documents.task import (
     stored_fingerprint,
     task_key,
 )
-from agentrl.documents.task_file import FileTasks
+from agentrl.documents.task_file import FileTasks, MixedTasks
 from agentrl.errors import TaskFileError
 from agentrl.store.epochs import BY_ORDER, Epochs, sort_key
 from agentrl.store.mechanics.blobs import CHECKSUMS, sealed
@@ -256,9 +256,11 @@ class Tasks(Repository):
         return found & set(record_ids)
 
     @database_call
-    async def any_with_status(self, split: str, *states: TaskStatus) -> bool:
-        """Return whether a Task has one of these statuses; reads at most one document."""
-        query = {"split": split, "status": {"$in": values(states)}}
+    async def any_with_status(self, split: str, *states: TaskStatus, source: str | None = None) -> bool:
+        """Return whether a Task, of ``source`` if given, has one of these statuses; reads one document."""
+        query: Json = {"split": split, "status": {"$in": values(states)}}
+        if source is not None:
+            query["source"] = source
         return await self._collection(TASK).find_one(query, {"_id": 1}) is not None
 
     @database_call
@@ -367,7 +369,7 @@ def _encoded(task: Task) -> RawBSONDocument:
 
 def _fingerprint(tasks: Sequence[Task], index: int) -> tuple[str, bytes]:
     """Return the ``_id`` and the fingerprint of a task; of a file they are known without reading it again."""
-    if isinstance(tasks, FileTasks):
+    if isinstance(tasks, FileTasks | MixedTasks):
         return tasks.fingerprint(index)
     return tasks[index].id, fingerprint(tasks[index])
 

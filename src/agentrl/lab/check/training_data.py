@@ -11,7 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import ClassVar
 
-from agentrl.documents.run import OUTSIDE_VERSION, epoch_key
+from agentrl.documents.run import OUTSIDE_VERSION, epoch_key, parse_epoch_key
 from agentrl.documents.status import (
     ACTIVE_STEPS,
     APPLIED_STEPS,
@@ -36,6 +36,7 @@ from agentrl.lab.check.reading import (
     only_if,
 )
 from agentrl.scoring.groups import rules_of
+from agentrl.store.epochs import OF_SOURCES
 from agentrl.store.groups import read_columns
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import (
@@ -462,6 +463,8 @@ class _Epoch:
 
     split: str
     number: int
+    source: str | None
+    """The source of a mixture whose epoch it is."""
     tasks: int
     opening: Json | None
     first: Json | None
@@ -469,7 +472,12 @@ class _Epoch:
 
     @property
     def name(self) -> str:
-        return f"Epoch {epoch_key(self.split, self.number)}"
+        return f"Epoch {epoch_key(self.split, self.number, self.source)}"
+
+    @property
+    def set_aside(self) -> int:
+        """How many tasks it leaves out because of their pass rates."""
+        return sum((self.opening or {}).get("set_aside", {}).values())
 
     @property
     def is_open(self) -> bool:
@@ -492,7 +500,13 @@ class EpochsCheck(Whole):
 
     async def inspect(self, moment: ConsistentRead, findings: Findings) -> None:
         openings = {opening["_id"]: opening for opening in await moment.find(EPOCH, {})}
-        for epoch in _epochs(await _counts(moment), openings):
+        counts = await _counts(moment)
+        mixed = {split for split, _, source in map(parse_epoch_key, openings) if source is not None}
+        # Only epoch 0 holds the tasks of all sources: each of them has later epochs of its own.
+        counts = {key: count for key, count in counts.items() if key[0] not in mixed or key[1] == 0}
+        for split in mixed:
+            counts |= await _counts_by_source(moment, split)
+        for epoch in _epochs(counts, openings):
             findings.count(Invariant.EPOCHS, "epochs")
             findings.count(Invariant.EPOCHS, "tasks", epoch.tasks)
             if epoch.opening is None:
@@ -509,7 +523,19 @@ class EpochsCheck(Whole):
                 findings.note(f"{epoch.name} is being opened: it holds {epoch.tasks} tasks by now")
 
 
-async def _counts(moment: ConsistentRead) -> dict[tuple[str, int], int]:
+async def _counts_by_source(moment: ConsistentRead, split: str) -> dict[tuple[str, int, str | None], int]:
+    """Count the Tasks of a mixture by split, epoch and source."""
+    groups = await moment.aggregate(
+        TASK,
+        [
+            {"$match": {"split": split, **OF_SOURCES}},
+            {"$group": {"_id": {"epoch": "$epoch", "source": "$source"}, "tasks": {"$sum": 1}}},
+        ],
+    )
+    return {(split, group["_id"]["epoch"], group["_id"]["source"]): group["tasks"] for group in groups}
+
+
+async def _counts(moment: ConsistentRead) -> dict[tuple[str, int, str | None], int]:
     """Count Tasks by split and epoch; the sort makes the query covered by an index."""
     groups = await moment.aggregate(
         TASK,
@@ -518,26 +544,30 @@ async def _counts(moment: ConsistentRead) -> dict[tuple[str, int], int]:
             {"$group": {"_id": {"split": "$split", "epoch": "$epoch"}, "tasks": {"$sum": 1}}},
         ],
     )
-    return {(group["_id"]["split"], group["_id"]["epoch"]): group["tasks"] for group in groups}
+    return {(group["_id"]["split"], group["_id"]["epoch"], None): group["tasks"] for group in groups}
 
 
-def _epochs(counts: Mapping[tuple[str, int], int], openings: Mapping[str, Json]) -> Iterator[_Epoch]:
+def _epochs(
+    counts: Mapping[tuple[str, int, str | None], int], openings: Mapping[str, Json]
+) -> Iterator[_Epoch]:
     counts = {key: number for key, number in counts.items() if key[1] != CONVERSATIONS}
-    recorded = {(key.rpartition("/")[0], int(key.rpartition("/")[2])) for key in openings}
-    for split, number in sorted({*counts, *recorded}):
+    recorded = set(map(parse_epoch_key, openings))
+    for key in sorted({*counts, *recorded}, key=lambda key: (key[0], key[1], key[2] or "")):
+        split, number, source = key
         yield _Epoch(
-            split, number, counts.get((split, number), 0), openings.get(epoch_key(split, number)),
-            openings.get(epoch_key(split, 0)),
+            split, number, source, counts.get(key, 0), openings.get(epoch_key(*key)),
+            openings.get(epoch_key(split, 0, source)),
         )  # fmt: skip
 
 
 async def _problems(moment: ConsistentRead, epoch: _Epoch) -> Sequence[CheckProblem]:
     """Return the problems of an open epoch."""
     opening = epoch.opening or {}
-    problems = differing(epoch.name, [("tasks", epoch.tasks, opening["tasks"])])
+    problems = differing(epoch.name, [("tasks", epoch.tasks + epoch.set_aside, opening["tasks"])])
     if epoch.number == 0:
         return problems
     missing, strange = await _differences(moment, epoch)
+    missing = missing[epoch.set_aside :]
     for what, names in (("every task of epoch 0", missing), ("only tasks of epoch 0", strange)):
         if names:
             found = f"{len(names)} that differ: {', '.join(names[:_NAMED])}{', …' if names[_NAMED:] else ''}"
@@ -547,8 +577,8 @@ async def _problems(moment: ConsistentRead, epoch: _Epoch) -> Sequence[CheckProb
 
 async def _differences(moment: ConsistentRead, epoch: _Epoch) -> tuple[list[str], list[str]]:
     """Return the tasks of epoch 0 that are missing, and those that epoch 0 does not have."""
-    wanted = _task_ids(moment, epoch_key(epoch.split, 0))
-    present = _task_ids(moment, epoch_key(epoch.split, epoch.number))
+    wanted = _task_ids(moment, epoch_key(epoch.split, 0, epoch.source))
+    present = _task_ids(moment, epoch_key(epoch.split, epoch.number, epoch.source))
     missing: list[str] = []
     strange: list[str] = []
     left, right = await anext(wanted, None), await anext(present, None)
