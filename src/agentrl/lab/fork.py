@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pymongo import DESCENDING, UpdateOne
 
+from agentrl.documents.document import plain
 from agentrl.documents.run import (
     ADMISSION,
     PARENT,
     EpochOpening,
+    Gate,
     PolicyVersion,
     Relative,
     Withdrawn,
+    parse_epoch_key,
 )
 from agentrl.documents.status import StepStatus, TaskStatus, VersionStatus
 from agentrl.documents.task import CONVERSATIONS, Begin, record_task, task_key
@@ -28,7 +32,7 @@ from agentrl.documents.training import (
 )
 from agentrl.errors import ConfigError, StoreError
 from agentrl.lab.transfer import make_run
-from agentrl.store.epochs import ease_after_group, unbegun
+from agentrl.store.epochs import OF_SOURCES, ease_after_group, unbegun
 from agentrl.store.mechanics.connection import (
     EPOCH,
     GATE,
@@ -195,16 +199,29 @@ class Fork(Repository):
         """Copy the tasks with their epochs; return how many are inherited, and how many there are.
 
         Those that no step up to ``step`` has used are as new, in the parent's order. Tasks of evaluations
-        stay with the parent, and so do unused conversations: nobody would have them again.
+        stay with the parent, and so do unused conversations: nobody would have them again. The child opens
+        later epochs of a mixture's sources itself, because pass rates decide what they set aside.
         """
         inherited = await self._used_tasks(step, steps)
+        gate = await self._one(Gate, GATE, {"_id": ADMISSION}) or Gate()
+        last = _last_epochs(inherited, [source.name for source in gate.sources])
+
+        def is_copied(epoch: int, source: str | None) -> bool:
+            return source is None or epoch <= last.get(source, 0)
+
         counted = {
             "$mergeObjects": ["$group", {"counted_at_step": {"$min": ["$group.counted_at_step", step]}}]
         }
         used = {"$mergeObjects": ["$$ROOT", {"inherited": True, "ease": None, "group": counted}]}
         total = 0
-        async for every in self._pages(TASK, {"split": _SPLIT}, _PAGE, {"_id": 1, "epoch": 1}):
-            page = [t for t in every if t["_id"] in inherited or t["epoch"] != CONVERSATIONS]
+        fields = {"_id": 1, "epoch": 1, "source": 1}
+        async for every in self._pages(TASK, {"split": _SPLIT}, _PAGE, fields):
+            page = [
+                task
+                for task in every
+                if task["_id"] in inherited
+                or (task["epoch"] != CONVERSATIONS and is_copied(task["epoch"], task.get("source")))
+            ]
             ids = [task["_id"] for task in page if task["_id"] in inherited]
             chosen = {"$cond": [{"$in": ["$_id", literal(ids)]}, used, unbegun("$slots.traj_id")]}
             of_page = {"$match": {"_id": {"$in": [task["_id"] for task in page]}}}
@@ -212,9 +229,12 @@ class Fork(Repository):
             total += len(page)
             on_documents(len(page))
         for opening in await self._all(EpochOpening, EPOCH, {"_id": id_prefix(f"{_SPLIT}/")}):
-            free = replace(opening, owner=None, lease_expires_at=None, attempt=0)
-            await child.collection(EPOCH).insert_one(free.to_document())
+            _, epoch, source = parse_epoch_key(opening.id)
+            if is_copied(epoch, source):
+                free = replace(opening, owner=None, lease_expires_at=None, attempt=0)
+                await child.collection(EPOCH).insert_one(free.to_document())
         await self._restore_selection(child, inherited)
+        await self._restore_mixture(child, gate, step)
         return len(inherited), total
 
     async def _used_tasks(self, step: int, steps: Sequence[str]) -> set[str]:
@@ -243,6 +263,46 @@ class Fork(Repository):
         if updates:
             await tasks.bulk_write(updates)
         await child.collection(GATE).update_one({"_id": ADMISSION}, {"$set": {"begun": last}})
+
+    async def _restore_mixture(self, child: Connection, gate: Gate, step: int) -> None:
+        """Let the mixture go on as of ``step``: what was begun, whose turn it is, which gates are open.
+
+        A gate that opened after ``step`` was committed is closed: the child looks at its own pass rates.
+        """
+        if not gate.sources:
+            return
+        begun = Counter[str]()
+        last = 0
+        credits = tuple(source.credit for source in gate.sources)
+        selected = {"split": _SPLIT, "inherited": True, "begun.number": {"$gt": 0}, **OF_SOURCES}
+        async for task in child.collection(TASK).find(selected, {"source": 1, "begun": 1}):
+            begun[task["source"]] += 1
+            number = task["begun"]["number"]
+            if number > last:
+                last, credits = number, tuple(task["begun"].get("credits", credits))
+        if not last:
+            credits = (0.0,) * len(gate.sources)
+        # A source that was added since has no credit yet.
+        credits += (0.0,) * (len(gate.sources) - len(credits))
+        sources = [
+            replace(
+                source, begun=begun[source.name], credit=credit,
+                opened=source.opened if source.opened and source.opened.after_step < step else None,
+            )
+            for source, credit in zip(gate.sources, credits, strict=False)
+        ]  # fmt: skip
+        await child.collection(GATE).update_one({"_id": ADMISSION}, {"$set": {"sources": plain(sources)}})
+
+
+def _last_epochs(inherited: Collection[str], sources: Collection[str]) -> dict[str, int]:
+    """Return the last epoch of each source of which a task is inherited."""
+    last: dict[str, int] = {}
+    for key in inherited:
+        _, epoch, task_id = key.split("/", 2)
+        source = task_id.partition("/")[0]
+        if source in sources:
+            last[source] = max(last.get(source, 0), int(epoch))
+    return last
 
 
 def _steps_in(begun: Relative) -> tuple[str, ...]:
