@@ -21,6 +21,7 @@ from agentrl.screens.snapshot import RunSnapshot, findings, gold_means, state
 from agentrl.screens.views.counts import Continued, RunDetails
 from agentrl.screens.views.pipelines import StepRow
 from agentrl.store.costs import RunCosts
+from agentrl.store.mixture import SourceState
 from agentrl.store.run_list import Activity, RunSummary
 
 LAST_STEPS = 40
@@ -62,6 +63,8 @@ def _lines(run: RunSnapshot, output_free: int | None) -> Iterator[tuple[str, Tex
     yield from _step_lines(run)
     yield "rate", _rate(run)
     yield "queues", _queues(run)
+    for source in run.sources:
+        yield "source", _source(source)
     yield "trainer", _trainer(run)
     yield "samplers", _samplers(run)
     yield from _engines(run)
@@ -119,6 +122,17 @@ def _queues(run: RunSnapshot) -> Text:
         " {tasks_completed} done; trajectories: {waiting_for_score} to score, {data_ready} ready,"
         " {data_planned} planned, {data_trained} trained".format(**run.queues)
     )
+
+
+def _source(source: SourceState) -> Text:
+    text = Text(excerpt(source.name, 40), style="" if source.is_open else "dim")
+    text.append(f"  weight {source.weight:g}, {source.begun:,} groups begun, {source.share:.0%} of all")
+    text.append(f" (its share is now {source.target:.0%})" if source.is_open else "")
+    text.append(f"; pass rate {fixed(source.pass_rate, 2)}; epoch {source.epoch} of {source.tasks:,} tasks")
+    if source.set_aside:
+        aside = ", ".join(f"{count:,} {pool}" for pool, count in sorted(source.set_aside.items()))
+        text.append(f" without {aside}")
+    return text.append(f"\n{source.why}", style="dim") if source.why else text
 
 
 def _trainer(run: RunSnapshot) -> Text:
@@ -265,6 +279,7 @@ def status_json(run: RunSnapshot, *, output_free: int | None) -> dict[str, Any]:
         "steps": to_json(run.steps[-LAST_STEPS:]),
         "rates": to_json(run.rates),
         "queues": run.queues,
+        "sources": to_json(run.sources),
         "trainer": None if lease.owner is None else trainer,
         "ended": to_json(lease.ended),
         "last_claim": to_json(run.liveness.last_claim),

@@ -50,6 +50,7 @@ from agentrl.screens.views.read import Views
 from agentrl.store.client import Store
 from agentrl.store.costs import Costs, RunCosts
 from agentrl.store.evaluations import SEEN_SECONDS
+from agentrl.store.mixture import SourceState
 from agentrl.store.run_list import Activity, Disk, activity_of
 from agentrl.store.services import Liveness
 
@@ -160,6 +161,8 @@ class RunSnapshot:
     parent: Relative | None = None
     """Where it begins in another run."""
     children: Sequence[Relative] = ()
+    sources: Sequence[SourceState] = ()
+    """Those of a mixture."""
     starts: Sequence[RunSettings] = ()
     """The flags of the trainers, in their order (``flags_at``)."""
     retractions: Sequence[tuple[Retraction, Sequence[str]]] = ()
@@ -336,6 +339,7 @@ class SnapshotReader:
             "costs": self._cached("costs", self._costs, _STALE_SECONDS, _STALE_SECONDS),
             "parent": self._cached("parent", store.ancestry.parent, _SLOW_SECONDS),
             "children": self._cached("children", store.ancestry.children, _SLOW_SECONDS),
+            "sources": self._cached("sources", store.mixtures.states, _SLOW_SECONDS, _STALE_SECONDS),
             "retractions": self._cached(
                 "retractions",
                 lambda: Retractions(store.connection).newest(_RETRACTIONS, _TOMBSTONES),

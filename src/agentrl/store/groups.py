@@ -247,15 +247,21 @@ class Groups(Repository):
 
     @database_call
     async def uncounted(self, split: str) -> list[dict[str, Any]]:
-        """Return ``Task.group`` and ``task`` of the finalized groups that no step has counted, oldest first.
+        """Return ``Task.group``, ``task`` and ``source`` of the finalized groups that no step has counted.
+
+        The oldest comes first.
 
         ``Steps.commit`` counts groups in its transaction, so that each group is counted exactly once.
         """
         query: Json = {
             "split": split, "status": TaskStatus.COMPLETED.value, "group.counted_at_step": None,
         }  # fmt: skip
-        cursor = self._collection(TASK).find(query, {"group": 1}, sort=[("group.finalized_at", ASCENDING)])
-        return [{"task": document["_id"], **document["group"]} async for document in cursor]
+        shown = {"group": 1, "source": 1}
+        cursor = self._collection(TASK).find(query, shown, sort=[("group.finalized_at", ASCENDING)])
+        return [
+            {"task": document["_id"], "source": document.get("source"), **document["group"]}
+            async for document in cursor
+        ]
 
 
 async def read_group(connection: Connection, task: Task, records: Sequence[Record]) -> StoredGroup:

@@ -210,7 +210,7 @@ def test_activities(
 def test_the_json_has_every_key_and_no_number_that_json_lacks() -> None:
     value = json.loads(json.dumps(status_json(_status(), output_free=5), allow_nan=False))
     keys = (
-        "run_name at activity steps rates queues trainer ended samplers sampler_states sampler_work"
+        "run_name at activity steps rates queues sources trainer ended samplers sampler_states sampler_work"
         " last_claim engines outages failures parent children versions disk output_free state findings"
         " continued costs"
     )

@@ -290,7 +290,10 @@ class EnvironmentCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCount:
-    """Finalized groups of the train split that were begun by order, or by their tasks' pass rate."""
+    """Finalized groups of the train split that were begun by order, or by their tasks' pass rate.
+
+    Of a mixture, those of one source.
+    """
 
     by: str
     groups: int
@@ -415,9 +418,9 @@ class Details(Repository):
 
     @database_call
     async def groups(self) -> list[GroupCount]:
-        """Count the finalized groups of the train split: those begun by order, those begun by pass rate."""
+        """Count the finalized groups of the train split, by source, or else by what began them."""
         return await self._grouped(
-            GroupCount, TASK, {"by": {"$ifNull": ["$begun.by", ORDER]}},
+            GroupCount, TASK, {"by": {"$ifNull": ["$source", "$begun.by", ORDER]}},
             {
                 "groups": {"$sum": 1},
                 "abandoned_groups": {"$sum": {"$cond": [{"$eq": ["$group.trained", 0]}, 1, 0]}},

@@ -602,6 +602,16 @@ async def test_a_step_reports_on_all_groups_since_the_last_step_up_to_its_own(st
     assert third.tasks == ["a"]
 
 
+async def test_a_step_reports_the_pass_rate_of_each_source_of_a_mixture(store: Any) -> None:
+    for task, mean, scored in (("a", 1.0, 6), ("b", 0.5, 2), ("c", 0.0, 3), ("d", 0.0, 0)):
+        finalized(store, task, mean, scored, 1)
+    for kept, source in zip(store.summaries, ("easy", "easy", "hard", "unscored"), strict=True):
+        kept["source"] = source
+    metrics = await window_metrics(store, await step_window(store, "train", ["a"]), [])
+    assert metrics["source_pass_rate"] == {"easy": pytest.approx(7 / 8), "hard": 0.0}
+    assert metrics["pass_rate"] == pytest.approx(7 / 11)
+
+
 async def test_the_length_bias_compares_what_is_trained_with_all_that_was_sampled(store: Any) -> None:
     store.data = {
         item.id: replace(item, trainable_tokens=length, task="a")
