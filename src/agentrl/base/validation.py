@@ -96,6 +96,24 @@ class SettingsFile:
 
         return _VARIABLE.sub(replace, value)
 
+    def refuse_repeated(self, key: str) -> None:
+        """Raise ConfigError if the mapping under the top-level ``key`` has a key twice.
+
+        YAML keeps the last one of them, and nobody would miss the other.
+        """
+        root = yaml.compose(self._text, Loader=yaml.SafeLoader)
+        for name, value in root.value if isinstance(root, yaml.MappingNode) else ():
+            if name.value != key or not isinstance(value, yaml.MappingNode):
+                continue
+            seen: set[str] = set()
+            for inner, _ in value.value:
+                if inner.value in seen:
+                    raise ConfigError(
+                        f"{self.path}:{inner.start_mark.line + 1}: {key}.{inner.value} is there twice",
+                        hint="leave one out, or give it another name",
+                    )
+                seen.add(inner.value)
+
     def _where(self, place: Place) -> str:
         line = _line_of(self._text, place)
         return str(self.path) if line is None else f"{self.path}:{line}"

@@ -132,6 +132,7 @@ class Mixture(SettingsModel):
 def read_mixture(path: str | Path) -> Mixture:
     """Read and check the file of a mixture. Raises ConfigError, which names the line."""
     file = read_settings(path, hint=_HINT, what="the mixture")
+    file.refuse_repeated("sources")
     return file.check(Mixture, file.content)
 
 

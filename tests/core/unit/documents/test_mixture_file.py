@@ -46,6 +46,7 @@ sources:
         ("a: {path: other.yaml}", 2, "another mixture"),
         ("a/b: {path: x}", 2, "no name of a source"),
         ("1: {path: x}", 2, ""),
+        ("a: {path: x}\n  b: {path: x}\n  a: {path: y}", 4, "sources.a is there twice"),
         ("a: {path: x, wieght: 2}", 2, "unknown key 'sources.a.wieght'"),
         ("a: {path: x, gate: {source: aa, pass_rate: 0.5}}", 2, "'aa', which is no source"),
         ("a: {path: x, gate: {source: a, pass_rate: 0.5}}", 2, "waits for itself: a → a"),
