@@ -403,6 +403,8 @@ async def sample(configs: Configs) -> None:
                     f"--task_selection is {tasks.task_selection}, and the tasks of the run are a mixture",
                     hint="leave it out: the mixture's weights, gates and pools select the tasks",
                 )
+            for line in await store.mixtures.unreachable(tasks.num_train_epochs):
+                logger.warning("%s", line)
             if sampling.resample_error_records:
                 await store.claims.reopen_failed(TRAIN_SPLIT)
             await allow_configured_imports(store, configs)

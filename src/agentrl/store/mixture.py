@@ -113,6 +113,19 @@ class Mixtures(Repository):
         return bool(stored)
 
     @database_call
+    async def unreachable(self, epochs: int) -> list[str]:
+        """Return a line for each gate that waits for more groups than its source has in ``epochs`` epochs."""
+        openings = await openings_of(self._connection, MIXED_SPLIT)
+        return [
+            f"the gate of source {each.name} waits for {gate.groups} groups of {gate.source}, which has"
+            f" {loaded[0].tasks} tasks and {epochs} epochs: it will open when nothing else is left to sample"
+            for each in await self._sources()
+            if (gate := each.gate) is not None
+            and 0 in (loaded := openings.get(gate.source, {}))
+            and loaded[0].tasks * epochs < gate.groups
+        ]
+
+    @database_call
     async def write(self, sources: Sequence[MixtureSource]) -> None:
         """Store the sources; those that are stored keep what was begun and opened. Idempotent."""
 
@@ -231,8 +244,8 @@ class MixtureSelection(Repository):
             return [], False
         sources = await self._opened(gate.sources, step)
         chosen, sources = await self._choose(sources, min(capacity, SLOTS_AT_ONCE), epochs, excluded)
-        if not chosen and (opened := await self._last_resort(sources, epochs, step)):
-            chosen, sources = await self._choose(opened, min(capacity, SLOTS_AT_ONCE), epochs, excluded)
+        if not chosen and (last_ones := await self._last_resort(sources, epochs, step)):
+            chosen, sources = await self._choose(last_ones, min(capacity, SLOTS_AT_ONCE), epochs, excluded)
         if not chosen and sources == gate.sources:
             return [], False
         numbered = [

@@ -16,6 +16,7 @@ from agentrl.columns import pool as pool_module
 from agentrl.columns import scores as scoring_module
 from agentrl.config.load import parse
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
+from agentrl.documents.mixture import MixtureSource, SourceGate
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, SlotStatus, StopReason, TaskStatus
@@ -122,6 +123,30 @@ async def test_a_tools_reward_is_credited_to_the_model_call_that_used_it(store: 
         expected = {0: record.advantage + record.turn_advantages[0], 1: record.advantage}
         trained = {call: value for call, value in expected.items() if value != 0}
         assert {span["call"]: span["advantage"] for span in data["spans"]} == trained
+
+
+async def test_two_samplers_sample_a_mixture_to_its_end_through_gates_and_epochs(store: Store) -> None:
+    gates = {
+        "b": SourceGate(source="a", pass_rate=0.8, groups=2),
+        "c": SourceGate(source="b", pass_rate=1, groups=99),
+    }
+    sources = [MixtureSource(name=name, weight=1, gate=gates.get(name)) for name in "abc"]
+    await store.mixtures.write(sources)
+    await store.tasks.load([task(f"{name}/{n}", source=name) for name in "abc" for n in range(2)])
+    settings = [Setting(store, lambda prompt: "<answer>3</answer>", epochs=2) for _ in range(2)]
+    for setting in settings:
+        setting.limit = 3
+    await asyncio.gather(*(setting.run() for setting in settings))
+    done = await store.tasks.find("train", status=TaskStatus.COMPLETED)
+    assert len(done) == len(await store.tasks.find("train")) == 12
+    assert {slot.attempt for each in done for slot in each.slots} == {1}
+    order = sorted((each.begun.number, each.source, each.epoch) for each in done if each.begun is not None)
+    assert [number for number, _, _ in order] == [*range(1, 13)]
+    opened = {each.name: each.opened and each.opened.because for each in await store.mixtures.sources()}
+    assert opened == {"a": None, "b": "pass_rate", "c": "exhausted"}
+    assert [source for _, source, _ in order][-4:] == ["c"] * 4
+    for name in "abc":
+        assert [epoch for _, source, epoch in order if source == name] == [0, 0, 1, 1]
 
 
 async def test_a_group_is_sampled_scored_and_made_into_training_data(store: Store) -> None:

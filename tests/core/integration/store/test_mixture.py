@@ -184,6 +184,9 @@ async def test_a_gate_that_can_never_open_opens_when_nothing_else_is_left(mixed:
     assert await mixed.claim() is None, "the last group of easy may still open the gate"
     (_, hard, rest) = await mixed.store.mixtures.states()
     assert (hard.is_open, hard.why) == (False, "closed: easy has 0.50 in 2, and needs 0.8 in 4 groups")
+    (unreachable,) = await mixed.store.mixtures.unreachable(1)
+    assert unreachable.startswith("the gate of source hard waits for 4 groups of easy, which has 3 tasks")
+    assert await mixed.store.mixtures.unreachable(2) == []
     assert not await mixed.housekeeping.nothing_is_left()
     await mixed.finish(last, 0.5)
     assert await mixed.run(9) == "hhr"
