@@ -107,8 +107,8 @@ class _Evaluations(_Part):
 
 
 class _Epochs(_Part):
-    async def next(self, split: str, epochs: int) -> int | None:
-        return next((epoch for epoch in range(epochs) if epoch not in self.store.opened_epochs), None)
+    async def due(self, split: str, epochs: int) -> list[tuple[None, int]]:
+        return [(None, epoch) for epoch in range(epochs) if epoch not in self.store.opened_epochs][:1]
 
 
 class _Tasks(_Part):

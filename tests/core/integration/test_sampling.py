@@ -320,8 +320,8 @@ async def test_an_epoch_that_another_opens_meanwhile_is_sampled_too(
     setting = Setting(store, right_then_wrong(), epochs=2)
     look = store.tasks.any_with_status
 
-    async def look_just_before(split: str, *statuses: TaskStatus) -> bool:
-        found = await look(split, *statuses)
+    async def look_just_before(split: str, *statuses: TaskStatus, source: str | None = None) -> bool:
+        found = await look(split, *statuses, source=source)
         if not found and TaskStatus.RUNNING in statuses:
             await store.epochs.open("train", 1, 0, 2)
         return found
