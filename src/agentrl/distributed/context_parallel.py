@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.attention.flex_attention import BlockMask
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from agentrl.data.forest import Ints, TokenForest
@@ -26,11 +25,11 @@ from agentrl.model.attention import (
     check_compatibility,
     forest_block_mask,
     has_flex,
-    segment_mask,
     set_attention,
     split_segments,
 )
 from agentrl.model.logprobs import ForwardOptions, OutputHead, forest_logprobs
+from agentrl.model.path_attention import path_attention
 from agentrl.model.routing import routing_input
 
 
@@ -59,11 +58,8 @@ class RankTokens:
         before = np.where(is_late[mine], second - (middle - first), first)
         return mine, parent[mine] - before
 
-    def segments(self, tile: int) -> list[Segment]:
-        """Return this rank's tokens as segments of the whole forest, in order.
-
-        A segment with ancestors needs a mask, and is cut to at most ``tile`` tokens.
-        """
+    def segments(self) -> list[Segment]:
+        """Return this rank's tokens as segments of the whole forest, in order."""
         whole = split_segments(self.forest)
         ends = np.array([segment.end for segment in whole])
         pieces = []
@@ -72,7 +68,7 @@ class RankTokens:
             while start < end:
                 segment = whole[index]
                 stop = min(end, segment.end)
-                pieces += _tiles(segment, start, stop, tile)
+                pieces.append(segment.part(start, stop))
                 start, index = stop, index + 1
         return pieces
 
@@ -102,20 +98,7 @@ def _padded(forest: TokenForest, tokens: int) -> TokenForest:
     )
 
 
-def _tiles(segment: Segment, start: int, end: int, tile: int) -> list[Segment]:
-    """Return ``[start, end)`` of ``segment`` in tiles, each with the tokens before it as ancestors."""
-    if start == segment.start and not segment.ancestors:
-        return [Segment(start, end, ())]
-    tiles = []
-    for first in range(start, end, tile):
-        own = ((segment.start, first),) if first > segment.start else ()
-        tiles.append(Segment(first, min(first + tile, end), (*segment.ancestors, *own)))
-    return tiles
-
-
 IMPLEMENTATION = "agentrl_context_parallel"
-TILE = 64
-"""Queries that are computed at once under a mask."""
 
 
 @dataclass(frozen=True)
@@ -198,8 +181,8 @@ def split_attention(
 
     query [1, heads, n, d]; key and value [1, key-value heads, n, d], all of this rank's n tokens; returns
     ([1, n, heads, d], None). Collective, forward and backward. Runs FlexAttention under ``block_mask``, or
-    SDPA per segment of ``segments``. Raises ModelError without either, and for a layer with capped scores or
-    attention sinks.
+    ``path_attention`` over ``segments``. Raises ModelError without either, and for a layer with capped scores
+    or attention sinks.
     """
     lacks = exchange is None or (segments is None) == (block_mask is None)
     check_call(module, "token exchange" if lacks else None, softcap, s_aux)
@@ -207,92 +190,8 @@ def split_attention(
     if block_mask is not None:
         key, value = exchange.gather_with_gradient(key, value)
         return block_attention(module, query, key, value, None, scaling=scaling, block_mask=block_mask)
-    output = _SegmentAttention.apply(query, key, value, exchange, segments, scaling)  # type: ignore[no-untyped-call]
-    return output.transpose(1, 2), None
-
-
-class _SegmentAttention(torch.autograd.Function):
-    """Saves this rank's tokens only; the backward gathers keys and values, and builds masks, again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        exchange: TokenExchange,
-        segments: list[Segment],
-        scaling: float | None,
-    ) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.others = exchange, segments, scaling
-        keys, values = exchange.gather(key), exchange.gather(value)
-        outputs = [
-            _attend(part, _along_path(keys, segment), _along_path(values, segment), segment, scaling)
-            for part, segment in zip(_parts(query, segments), segments, strict=True)
-        ]
-        return torch.cat(outputs, 2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value = ctx.saved_tensors
-        exchange, segments, scaling = ctx.others
-        keys, values = exchange.gather(key), exchange.gather(value)
-        grad_keys, grad_values = (torch.zeros_like(each, dtype=torch.float32) for each in (keys, values))
-        grad_queries = []
-        for part, grad, segment in zip(
-            _parts(query, segments), _parts(grads[0], segments), segments, strict=True
-        ):
-            inputs = [
-                each.detach().requires_grad_(True)
-                for each in (part, _along_path(keys, segment), _along_path(values, segment))
-            ]
-            with torch.enable_grad():
-                output = _attend(inputs[0], inputs[1], inputs[2], segment, scaling)
-            grad_query, *others = torch.autograd.grad(output, inputs, grad)
-            grad_queries.append(grad_query)
-            for total, found in zip((grad_keys, grad_values), others, strict=True):
-                _add_along_path(total, found, segment)
-        return (
-            torch.cat(grad_queries, 2),
-            exchange.scatter_sum(grad_keys).to(key.dtype),
-            exchange.scatter_sum(grad_values).to(value.dtype),
-            None, None, None,
-        )  # fmt: skip
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, segment: Segment, scaling: float | None) -> Tensor:
-    """Return [1, heads, m, d] of a segment's m queries, which see its ancestors and, causally, themselves."""
-    groups = query.shape[1] // key.shape[1]
-    mask = segment_mask(segment, query.device)
-    if mask is None:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
-    stacked = query.reshape(1, key.shape[1], groups * query.shape[2], -1)  # heads with the same keys, stacked
-    output = scaled_dot_product_attention(
-        stacked, key, value, attn_mask=mask.repeat(groups, 1), scale=scaling
-    )
-    return output.reshape(*query.shape[:3], -1)
-
-
-def _parts(states: Tensor, segments: list[Segment]) -> tuple[Tensor, ...]:
-    """Split [1, heads, n, d] by segment; the segments cover the rank's tokens in order."""
-    lengths = [segment.end - segment.start for segment in segments]
-    return torch.split(states, lengths, 2)
-
-
-def _along_path(states: Tensor, segment: Segment) -> Tensor:
-    """Return the states along a segment's path, [1, heads, ancestors + m, d]; a view if contiguous."""
-    pieces = [states[:, :, start:end] for start, end in segment.path]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
-
-
-def _add_along_path(total: Tensor, found: Tensor, segment: Segment) -> None:
-    """Add ``found``, the gradient of ``_along_path(states)``, to ``total``, that of the states."""
-    done = 0
-    for start, end in segment.path:
-        total[:, :, start:end] += found[:, :, done : done + end - start]
-        done += end - start
+    assert segments is not None
+    return path_attention(query, key, value, segments, scaling, exchange).transpose(1, 2), None
 
 
 AttentionInterface.register(IMPLEMENTATION, split_attention)
@@ -339,7 +238,7 @@ class ContextParallel:
         seen: dict[str, Any] = (
             {"block_mask": forest_block_mask(part.forest.subtree_end, device, tokens)}
             if is_flex
-            else {"segments": part.segments(TILE)}
+            else {"segments": part.segments()}
         )
         ids = part.forest.input_ids[tokens] if received is None else np.arange(len(tokens))
         with receiving(model, received):

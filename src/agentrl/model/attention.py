@@ -16,7 +16,7 @@ without ancestors: plain causal attention.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -34,6 +34,7 @@ from agentrl.data.forest import Ints, TokenForest
 from agentrl.data.planner import SequenceRows
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model.flops import ModelShape
+from agentrl.model.path_attention import path_attention
 from agentrl.model.routing import routing_input
 from agentrl.model.vision import forest_inputs
 
@@ -93,12 +94,39 @@ class Segment:
     @property
     def path(self) -> list[tuple[int, int]]:
         """Token ranges from the root to the segment's end; adjacent ranges are joined."""
-        joined: list[tuple[int, int]] = []
-        for start, end in (*self.ancestors, (self.start, self.end)):
-            if joined and joined[-1][1] == start:
-                start = joined.pop()[0]
-            joined.append((start, end))
-        return joined
+        return _adjacent_joined((*self.ancestors, (self.start, self.end)))
+
+    @property
+    def path_above(self) -> list[tuple[int, int]]:
+        """Token ranges of ``ancestors``; adjacent ranges are joined."""
+        return _adjacent_joined(self.ancestors)
+
+    @property
+    def mask_entries(self) -> int:
+        """Number of entries of its ``mask``; 0 without one."""
+        length = self.end - self.start
+        return length * (self.ancestor_count + length) if self.ancestors else 0
+
+    def mask(self, device: torch.device) -> Tensor | None:
+        """Return bool[m, ancestors + m], what its m queries see; None for plain causal attention."""
+        if not self.ancestors:
+            return None
+        before, length = self.ancestor_count, self.end - self.start
+        return torch.ones(length, before + length, dtype=torch.bool, device=device).tril(before)
+
+    def part(self, start: int, end: int) -> Segment:
+        """Return the tokens ``[start, end)`` of the segment; those before them are ancestors too."""
+        own = ((self.start, start),) if start > self.start else ()
+        return Segment(start, end, (*self.ancestors, *own))
+
+
+def _adjacent_joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, end))
+    return joined
 
 
 def split_segments(forest: TokenForest) -> list[Segment]:
@@ -155,23 +183,20 @@ def run_varlen(model: Any, forest: TokenForest) -> Tensor:
     set_attention(model, SEGMENTS)
     device = model.device
     segments = split_segments(forest)
+    seen: dict[str, Any] = {"segments": segments}
+    if sum(segment.mask_entries for segment in segments) <= MASK_ENTRIES:
+        seen = {
+            "segment_plan": plan_segments(segments),
+            "segment_masks": [segment.mask(device) for segment in segments],
+        }
     output = model.get_decoder()(
         **forest_inputs(model, forest),
         attention_mask=None,
         use_cache=False,
         **routing_input(forest, device),
-        segment_plan=plan_segments(segments),
-        segment_masks=[segment_mask(segment, device) for segment in segments],
+        **seen,
     )
     return cast(Tensor, output.last_hidden_state[0])
-
-
-def segment_mask(segment: Segment, device: torch.device) -> Tensor | None:
-    """Return bool[m, ancestors + m], what a segment's m queries see; None for plain causal attention."""
-    before, length = segment.ancestor_count, segment.end - segment.start
-    if before == 0:
-        return None
-    return torch.ones(length, before + length, dtype=torch.bool, device=device).tril(before)
 
 
 def segment_attention(
@@ -185,6 +210,7 @@ def segment_attention(
     scaling: float | None = None,
     segment_plan: SegmentPlan | None = None,
     segment_masks: list[Tensor | None] | None = None,
+    segments: list[Segment] | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **unused: Any,
@@ -192,9 +218,13 @@ def segment_attention(
     """Compute attention along each path of the forest, as transformers' attention interface calls it.
 
     query [1, heads, N, d]; key and value [1, key-value heads, N, d]; returns ([1, N, heads, d], None).
-    Raises ModelError without a plan, and for a layer with capped scores or attention sinks.
+    ``segments``, in place of a plan with its masks, are computed by ``path_attention``. Raises ModelError
+    without either, and for a layer with capped scores or attention sinks.
     """
-    check_call(module, "segment plan" if segment_plan is None else None, softcap, s_aux)
+    lacks = segment_plan is None and segments is None
+    check_call(module, "segment plan" if lacks else None, softcap, s_aux)
+    if segments is not None:
+        return path_attention(query, key, value, segments, scaling).transpose(1, 2), None
     assert segment_plan is not None
     assert segment_masks is not None
     keys, values = (states.split_with_sizes(segment_plan.pieces, 2) for states in (key, value))
@@ -215,6 +245,11 @@ def segment_attention(
         )
     ]
     return _joined(outputs, 1), None
+
+
+MASK_ENTRIES = 1 << 22
+"""Entries of the masks that a forest may have at once; a layer saves them as floats. One branch at half of
+131,072 tokens would have 8.6e9."""
 
 
 def _joined(pieces: list[Tensor], dim: int = 2) -> Tensor:

@@ -16,6 +16,7 @@ from transformers import Lfm2Config, Lfm2ForCausalLM, PreTrainedModel
 
 from agentrl.data.forest import TokenForest, forest_from_sequences, merge_prefixes
 from agentrl.errors import ConfigError, ModelError
+from agentrl.model import attention
 from agentrl.model.attention import (
     Segment,
     SegmentPlan,
@@ -71,6 +72,19 @@ def test_a_tree_equals_each_of_its_branches_alone(kind: str, executor: str) -> N
     forest = packed([tree(0), *chains(1, 2), tree(2)])
     assert len(paths(forest)) == 8
     assert_same(tiny_model(kind), forest, executor)
+
+
+@pytest.mark.exactness
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_masks_that_would_be_too_large_are_not_built(
+    is_recomputed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "MASK_ENTRIES", 0)
+    monkeypatch.setattr(attention.Segment, "mask", None)
+    model = tiny_model("qwen3")
+    if is_recomputed:
+        enable_checkpointing(model, "selective")
+    assert_same(model, packed([tree(), *chains(), tree(5)]), "varlen")
 
 
 @pytest.mark.exactness
