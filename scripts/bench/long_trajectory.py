@@ -12,10 +12,10 @@ A model of two layers (Qwen3 shape, random weights) trains the trajectory in thr
 - ``calls``: the same three calls, each a chain of its own (``--prefix_merging off``)
 
 Each way runs once in one process and once in two that torchrun starts, with ``--cp_size 2`` on gloo. The
-processes are those of a run: flags, mesh, ``build_trainer`` and ``PolicyTrainer.train``. Prints seconds of the
-step, CPU seconds and the peak resident memory of the process that needs most, its growth by the step, and what ``agentrl
-plan`` computes for it. Fails if loss or gradient norm differ by more than 1e-4 from those of one process, or
-the weights by more than 1e-3 of the update. ``merged`` and ``calls`` must agree too.
+processes are those of a run: flags, mesh, ``build_trainer`` and ``PolicyTrainer.train``. Prints seconds of
+the step, CPU seconds and peak resident memory of the process that needs most, its growth by the step, and
+what ``agentrl plan`` computes for it. Fails if loss or gradient norm differ by more than 1e-4 between the
+ways and processes that compute the same, or the weights by more than 1e-3 of the update.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train one long trajectory for a step as one process of ``long_trajectory.py``; rank 0 prints a line of JSON.
+"""Train a long trajectory for a step as one process of ``long_trajectory.py``; rank 0 prints a JSON line.
 
 Knows the trajectory, its model, and what ``agentrl plan`` computes for the step.
 """
@@ -25,6 +25,7 @@ from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.local.plan.memory import ModelNumbers, StepSpec, measure_step, open_model
 from agentrl.model.flops import Precision
+from agentrl.model.logprobs import DEFAULT_CHUNK
 from agentrl.train.build import build_trainer
 from agentrl.weights.snapshot import gather
 
@@ -72,7 +73,8 @@ def trajectory(way: str, tokens: int, turns: int) -> DBRecordData:
     logprobs = rng.normal(-np.log(SHAPE["vocab_size"]), 0.1, trainable)
     return DBRecordData(
         id="long/0", record="long/0", task="long", split="train", score=1.0, advantage=1.0, min_version=0,
-        max_version=0, tokens=ends[-1], trainable_tokens=trainable, turns=len(spans), nodes=nodes, spans=spans,
+        max_version=0, tokens=ends[-1], trainable_tokens=trainable, turns=len(spans), nodes=nodes,
+        spans=spans,
         input_ids=pack_ids(rng.integers(2, SHAPE["vocab_size"], ends[-1]).tolist()),
         behavior_logprobs=pack_floats(logprobs.tolist()),
     )  # fmt: skip
@@ -95,7 +97,8 @@ def planned_bytes(folder: Path, found: dict[str, Any], processes: int) -> int:
     model = open_model(folder, 1)
     spec = StepSpec(
         config=model.config, precision=Precision(), max_tokens=found["largest"],
-        trained_tokens=min(1024, found["largest"]), micro_batches=int(found["micro_batches"]), fused_norms=False,
+        trained_tokens=min(DEFAULT_CHUNK, found["largest"]), micro_batches=int(found["micro_batches"]),
+        fused_norms=False,
     )  # fmt: skip
     layout = plan_layout(TrainConfig(cp_size=processes), processes)
     return measure_step(ModelNumbers.of(model.module), spec, layout).peak
