@@ -47,7 +47,7 @@ from agentrl.distributed.pipeline_stages import (
     sum_tied_gradients,
 )
 from agentrl.errors import ConfigError, ModelError
-from agentrl.model.attention import ForestExecutor, build_executor, set_attention
+from agentrl.model.attention import ForestExecutor, build_executor, check_positions, set_attention
 from agentrl.model.flops import Precision, Stopwatch
 from agentrl.model.logprobs import ForwardOptions, OutputHead, forest_logprobs, output_head
 
@@ -438,6 +438,7 @@ def parallelize(
     reduction = choose_reduction(reduction, model, layout)
     stages = assign_model_layers(model, layout.pp) if layout.pp > 1 else None
     # Check everything before the first change: a model that is refused stays whole.
+    check_positions(model, max_tokens)
     if layout.cp > 1:
         check_context(model, max_tokens)
     check_experts(model, layout)

@@ -597,6 +597,29 @@ def check_compatibility(model: Any, *, trains: bool = True) -> None:
         )
 
 
+_CHANGING = ("dynamic", "longrope")
+"""Kinds of rotary positions of which transformers chooses the frequencies anew in each call."""
+
+
+def check_positions(model: Any, max_tokens: int) -> None:
+    """Raise ConfigError for rotary positions that depend on what a sequence is packed or split with.
+
+    Above a length, the longest sequence of a call changes the positions of all tokens in it. Engines choose
+    the frequencies in other ways: vLLM once for its longest context.
+    """
+    config = model.config.get_text_config()
+    found = getattr(config, "rope_parameters", None) or {}
+    for rope in (found, *(part for part in found.values() if isinstance(part, dict))):
+        kind = rope.get("rope_type")
+        limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if kind in _CHANGING and max_tokens > limit:
+            raise ConfigError(
+                f"{type(model).__name__} has {kind} rotary positions: a sequence above {limit} tokens changes"
+                f" those of all sequences in its micro-batch of --max_tokens {max_tokens}",
+                hint=f"set --max_tokens {limit} or less",
+            )
+
+
 def _window(config: Any) -> int | None:
     """Return the smallest window of the attention layers, in tokens; None if all see every token."""
     layers = getattr(config, "layer_types", None)

@@ -15,6 +15,8 @@ from torch.nn.attention import flex_attention as torch_flex
 from transformers import Lfm2Config, Lfm2ForCausalLM, PreTrainedModel
 
 from agentrl.data.forest import TokenForest, forest_from_sequences, merge_prefixes
+from agentrl.distributed.mesh import Mesh
+from agentrl.distributed.parallel_model import parallelize
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model import attention
 from agentrl.model.attention import (
@@ -22,6 +24,7 @@ from agentrl.model.attention import (
     SegmentPlan,
     block_kinds,
     build_executor,
+    check_positions,
     forest_block_mask,
     forest_mask,
     mask_function,
@@ -147,6 +150,24 @@ def test_the_choice_of_executor() -> None:
     assert narrow.choose(packed(many)) == "varlen"
     with pytest.raises(ConfigError, match="attention executor 'flash'"):
         build_executor(tiny_model("llama"), "flash")(packed([tree()]))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "longrope", "original_max_position_embeddings": 64},
+        {"full_attention": {"rope_type": "dynamic", "original_max_position_embeddings": 64}},
+    ],
+)
+def test_positions_that_depend_on_the_longest_sequence_are_refused_above_their_length(
+    rope: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    check_positions(model, 1 << 20)
+    monkeypatch.setattr(model.config, "rope_parameters", rope)
+    check_positions(model, 64)
+    with pytest.raises(ConfigError, match=r"above 64 tokens .* --max_tokens 65"):
+        parallelize(model, Mesh(), max_tokens=65)
 
 
 def test_dropout_is_refused_in_training_only() -> None:
