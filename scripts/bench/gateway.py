@@ -283,7 +283,7 @@ def main(argv: list[str]) -> int:
     names = ["6k", "75k", "first-token", "streams"]
     parser = bench_parser(__doc__)
     parser.add_argument("--only", nargs="*", choices=names, default=names)
-    parser.add_argument("--model", help="folder of a model; its tokenizer and chat template are used")
+    parser.add_argument("--model", help="folder of a model with a context of 300,000 tokens")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     with database() as (folder, uri):

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.base.installation import require
-from agentrl.errors import ModelError
+from agentrl.config.schema import ModelConfig
+from agentrl.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -190,23 +191,44 @@ def model_context_length(folder: str | Path) -> int | None:
     return length if length is not None or not isinstance(text, dict) else _length_of(text)
 
 
+def context_length(config: ModelConfig, folder: str | Path | None) -> int | None:
+    """Return ``--max_model_len``, or the length that the model in ``folder`` is configured for.
+
+    None if neither is known. Raises ConfigError for a ``--max_model_len`` above the model's own length.
+    """
+    own = None if folder is None else model_context_length(folder)
+    length = config.max_model_len
+    if length is None or own is None:
+        return length or own
+    if length > own:
+        raise ConfigError(
+            f"--max_model_len {length} is more than the {own} tokens of the model's configuration",
+            hint=f"set --max_model_len {own} or less, or extend the rotary scaling in {folder}/config.json",
+        )
+    return length
+
+
 def _length_of(config: Mapping[str, Any]) -> int | None:
     length = next((config[name] for name in _LENGTHS if type(config.get(name)) is int), None)
-    return None if length is None else int(length * _rotary_extension(config))
+    return None if length is None else _with_rotary_scaling(length, config)
 
 
-def _rotary_extension(config: Mapping[str, Any]) -> float:
-    """Return the factor by which rotary scaling extends the configured length.
+def _with_rotary_scaling(length: int, config: Mapping[str, Any]) -> int:
+    """Return the configured length as rotary scaling extends it.
 
-    A scaling that names its original length is already counted in the configured one, as in Llama 3.1.
+    A scaling that names its original length may be counted in the configured one already, as in Llama 3.1.
+    YaRN's factor is of the original length: Qwen3 has 40,960 positions, and 131,072 with a factor of 4.
     """
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(scaling, dict) or "original_max_position_embeddings" in scaling:
-        return 1.0
-    if scaling.get("rope_type") == "llama3":
-        return 1.0
-    factor = scaling.get("factor", 1.0)
-    return float(factor) if isinstance(factor, (int, float)) else 1.0
+    if not isinstance(scaling, dict) or scaling.get("rope_type") == "llama3":
+        return length
+    factor, original = scaling.get("factor", 1.0), scaling.get("original_max_position_embeddings")
+    if not isinstance(factor, (int, float)):
+        return length
+    if original is None:
+        return int(length * factor)
+    is_yarn = scaling.get("rope_type", scaling.get("type")) == "yarn" and isinstance(original, int)
+    return max(length, int(original * factor)) if is_yarn else length
 
 
 _HARMONY_FOLDER = "TIKTOKEN_ENCODINGS_BASE"

@@ -130,14 +130,19 @@ def step_trees(
 
 
 def packing_problem(
-    data: DBRecordData, *, vocab_size: int, max_tokens: int, column: str | None = None
+    data: DBRecordData,
+    *,
+    vocab_size: int,
+    max_tokens: int,
+    context: int | None = None,
+    column: str | None = None,
 ) -> str | None:
     """Return why a step cannot train ``data``; None if it can. One bad document must not end the training.
 
     Finds everything that packing refuses: arrays whose length contradicts the document, overlapping spans,
     values that are not finite, ids outside [0, ``vocab_size``), no trainable token, and a sequence up to the
-    last trainable token that is longer than a micro-batch of ``max_tokens``; and tokens without a value in
-    ``column``, which the loss reads.
+    last trainable token that is longer than a micro-batch of ``max_tokens``; besides, one longer than the
+    model's ``context``, and tokens without a value in ``column``, which the loss reads.
     """
     try:
         forest = forest_from_data([data], vocab_size=vocab_size)
@@ -150,6 +155,8 @@ def packing_problem(
     longest = int(forest.position_ids[forest.target].max()) + 1
     if longest > max_tokens:
         return f"a sequence of {longest} tokens is longer than a micro-batch of --max_tokens {max_tokens}"
+    if context is not None and longest > context:
+        return f"a sequence of {longest} tokens is longer than the model's context of {context}"
     values = None if column is None or forest.columns is None else forest.columns.values.get(column)
     lacking = forest.trainable_tokens if values is None else int(np.isnan(values).sum())
     if column is not None and lacking:

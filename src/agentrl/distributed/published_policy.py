@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from agentrl.chat.model_folder import context_length
 from agentrl.config.load import Configs
 from agentrl.config.schema import MemoryConfig, ModelConfig, TrainConfig
 from agentrl.data.planner import packing_problem
@@ -60,7 +61,10 @@ class PublishedPolicy:
     def problem(self, data: DBRecordData) -> str | None:
         """Return why a step cannot train ``data``, as the trainer finds it; None if it can."""
         vocabulary = self._policy.model.config.get_text_config().vocab_size
-        return packing_problem(data, vocab_size=vocabulary, max_tokens=self._train.max_tokens)
+        context = context_length(self._config, self.base)
+        return packing_problem(
+            data, vocab_size=vocabulary, max_tokens=self._train.max_tokens, context=context
+        )
 
     @torch.no_grad()
     def logprobs(self, data: DBRecordData, images: Mapping[str, Image]) -> NDArray[np.float32]:

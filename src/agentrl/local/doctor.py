@@ -542,16 +542,16 @@ def _check_chat_format(folder: Path, config: ModelConfig, parser: str | None) ->
 def check_context(configs: Configs) -> Check:
     """Check that the longest prompt and its continuation fit the context of the model."""
     from agentrl.calls.prompts import CONTEXT_LIMITS, context_problem
-    from agentrl.chat.model_folder import model_context_length
+    from agentrl.chat.model_folder import context_length
+    from agentrl.errors import ConfigError
 
     name, model = "context", configs[ModelConfig]
-    own = None if model.model_name_or_path is None else model_context_length(model.model_name_or_path)
-    length = model.max_model_len or own
+    try:
+        length = context_length(model, model.model_name_or_path)
+    except ConfigError as error:
+        return Check(name, "fail", error.message, error.hint or "")
     if length is None:
         return Check(name, "ok", "not checked: the model's configuration names no length")
-    if own is not None and length > own:
-        found = f"--max_model_len {length} is more than the {own} tokens of the model's configuration"
-        return Check(name, "fail", found, f"set --max_model_len {own} or less, or extend the rotary scaling")
     problem = context_problem(configs[AgentConfig], configs[SamplingConfig], length)
     if problem is None:
         return Check(name, "ok", f"{length} tokens hold --max_prompt_tokens + --max_new_tokens")

@@ -33,7 +33,7 @@ from agentrl.base.processes import (
 )
 from agentrl.base.registry import import_modules
 from agentrl.base.validation import read_settings
-from agentrl.chat.model_folder import model_context_length
+from agentrl.chat.model_folder import context_length
 from agentrl.columns.teacher import read_prompt
 from agentrl.config.agreement import AgreedSettings, require_trainable, sampler_settings, trainer_settings
 from agentrl.config.flags import flag_words
@@ -220,7 +220,7 @@ def fitted_limits(configs: Configs, model: str, longest: int) -> dict[str, int]:
     """
     agent, sampling, train = configs[AgentConfig], configs[SamplingConfig], configs[TrainConfig]
     given = configs.given
-    own = configs[ModelConfig].max_model_len or model_context_length(model)
+    own = context_length(configs[ModelConfig], model)
     total = min(longest, own or longest, *([train.max_tokens] if "max_tokens" in given else []))
     prompt, output = agent.max_prompt_tokens, sampling.max_new_tokens
     if not {"max_prompt_tokens", "max_new_tokens"} <= given:
@@ -346,7 +346,7 @@ class MemoryCheck:
         """Return the length of the longest trajectory that a call of the model can have."""
         configs = self.configs
         longest = configs[AgentConfig].max_prompt_tokens + configs[SamplingConfig].max_new_tokens
-        own = configs[ModelConfig].max_model_len or model_context_length(self.model)
+        own = context_length(configs[ModelConfig], self.model)
         return min(longest, configs[TrainConfig].max_tokens, own or longest)
 
 

@@ -70,7 +70,8 @@ class _PathAttention(torch.autograd.Function):
             for part, segment in zip(_parts(query, segments), segments, strict=True)
         ]
         output = torch.cat([part for part, _ in found], 2)
-        saved = [output, torch.cat([total for _, total in found], 2)] if attend is _merged else []
+        sums = [total for _, total in found if total is not None]
+        saved = [output, torch.cat(sums, 2)] if sums else []
         ctx.save_for_backward(query, key, value, *saved)
         ctx.others = segments, scaling, exchange
         return output

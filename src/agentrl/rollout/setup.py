@@ -19,7 +19,7 @@ from agentrl.base.registry import import_modules
 from agentrl.base.user_code import allow, names_outside
 from agentrl.calls.prompts import CONTEXT_LIMITS, context_problem
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.chat.model_folder import model_context_length, tokenizer_fingerprint
+from agentrl.chat.model_folder import context_length, tokenizer_fingerprint
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.parsers.arguments import load_validator
 from agentrl.chat.parsers.parser import PARSERS
@@ -117,7 +117,7 @@ def open_router(
     micro-batch of ``--max_tokens`` bounds their context too.
     """
     sampling = configs[SamplingConfig]
-    lengths = [configs[ModelConfig].max_model_len or model_context_length(folder)]
+    lengths = [context_length(configs[ModelConfig], folder)]
     if trains:
         lengths.append(configs[TrainConfig].max_tokens)
     return EngineRouter(

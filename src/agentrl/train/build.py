@@ -15,6 +15,7 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from agentrl.chat.model_folder import context_length
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AdapterConfig,
@@ -154,6 +155,7 @@ def require_buildable(configs: Configs, world: World) -> None:
     check_flags(plan_layout(train, world.size), adapter, memory)
     checkpointing_mode(memory, train.gradient_checkpointing)
     load_tokenizer(flags, base_folder(flags))
+    context_length(flags, base_folder(flags))
     if flags.reference_model is not None and LossSettings.of_run(configs).needs_reference:
         base_folder(replace(flags, model_name_or_path=flags.reference_model))
     if train.max_steps > 0:  # else the tasks say how many steps there are

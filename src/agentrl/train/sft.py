@@ -19,6 +19,7 @@ import torch
 
 from agentrl.base.folder_owner import require_unclaimed
 from agentrl.chat.chat_format import TRAIN, ChatFormat, Message, TokenizedConversation, split_train
+from agentrl.chat.model_folder import context_length
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.load import Configs, flag_names
 from agentrl.config.schema import (
@@ -36,6 +37,7 @@ from agentrl.config.schema import (
 from agentrl.config.training import SFTConfig
 from agentrl.data.finalize_group import to_training_data
 from agentrl.data.forest import chain
+from agentrl.data.planner import packing_problem
 from agentrl.distributed.accelerate_config import with_launch_settings
 from agentrl.distributed.build_policy import step_precision
 from agentrl.distributed.mesh import World, launched_world
@@ -50,7 +52,7 @@ from agentrl.train.build import build_trainer
 from agentrl.train.controller import Controller, follow, lead
 from agentrl.train.optimizer import schedule_length
 from agentrl.train.step import PolicyTrainer
-from agentrl.weights.folder import atomic_model_folder, base_folder
+from agentrl.weights.folder import architecture, atomic_model_folder, base_folder
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -265,6 +267,7 @@ def _check_output(configs: Configs) -> None:
 
 def _fine_tune(configs: Configs, world: World) -> None:
     data, images = _read(configs)
+    data = trainable(data, configs[ModelConfig], configs[TrainConfig].max_tokens)
     controller, steps = start(configs, world, partial(_build, configs, world), len(data), data)
     logger.info("%d trajectories, %d steps of %d", len(data), steps, configs[SFTConfig].batch_size)
     train_steps(configs, controller, [[item] for item in data], steps, images)
@@ -330,6 +333,30 @@ def save(
         if complete is not None:
             complete(temporary)
     logger.info("saved %s", output)
+
+
+def trainable(data: Sequence[DBRecordData], model: ModelConfig, max_tokens: int) -> list[DBRecordData]:
+    """Return the trajectories that a step can train, and log why the others cannot: before the first step.
+
+    Raises ConfigError if there are none.
+    """
+    folder = base_folder(model)
+    context, vocab_size = context_length(model, folder), int(architecture(folder)["vocab_size"])
+    problems = {
+        item.id: packing_problem(item, vocab_size=vocab_size, max_tokens=max_tokens, context=context)
+        for item in data
+    }
+    for name, problem in problems.items():
+        if problem is not None:
+            logger.error("%s is not trained: %s", name, problem)
+    kept = [item for item in data if problems[item.id] is None]
+    if not kept:
+        name, problem = next(iter(problems.items()))
+        raise ConfigError(
+            f"none of {len(data)} conversations can be trained; {name}: {problem}",
+            hint="raise --max_tokens, or give shorter conversations",
+        )
+    return kept
 
 
 def _build(

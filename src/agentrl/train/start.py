@@ -18,6 +18,7 @@ from agentrl.base.atomic_folder import remove_leftovers
 from agentrl.base.device_lease import DeviceLease, leased_devices
 from agentrl.base.folder_owner import foreign, read_owner
 from agentrl.base.processes import REPEATED_SECONDS
+from agentrl.chat.model_folder import context_length
 from agentrl.config.agreement import trainer_settings
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
@@ -320,6 +321,7 @@ def _stream(store: Store, configs: Configs, controller: Controller, progress: Pr
             packing_problem,
             vocab_size=controller.policy.model.config.get_text_config().vocab_size,
             max_tokens=train.max_tokens,
+            context=context_length(configs[ModelConfig], controller.policy.base),
             column=VERSION_LOGPROBS if configs[LossConfig].old_logprobs == "version" else None,
         ),
         engine_alive_seconds=configs[EngineConfig].alive_seconds,

@@ -143,7 +143,7 @@ def test_the_reference_model_is_counted(folder: Path, plan: Plan) -> None:
     ("flags", "error"),
     [
         ("--gpus 8xP100", "--gpus: 'P100' is unknown"),
-        ("--context 5000", "longer than the model's context, max_position_embeddings 4096"),
+        ("--context 5000", "longer than the model's context of 4096"),
         ("--context 512 --max_tokens 256", "longer than a micro-batch"),
         ("--model missing", "--model missing is not a folder"),
         ("--model .", "has no config.json"),

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from agentrl.chat.model_folder import model_context_length
 from agentrl.config.load import Configs
 from agentrl.config.schema import AdapterConfig, LossConfig, MemoryConfig, ModelConfig
 from agentrl.distributed.expert_parallel import find_experts
@@ -23,7 +24,7 @@ from agentrl.distributed.mesh import Layout
 from agentrl.distributed.pipeline_stages import assign_model_layers
 from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.settings import LossSettings
-from agentrl.model.attention import MaskLimits, check_compatibility
+from agentrl.model.attention import MaskLimits, check_compatibility, check_positions
 from agentrl.model.flops import ModelShape, Precision
 from agentrl.model.load import disable_dropout, empty_model
 from agentrl.model.logprobs import ForwardOptions
@@ -57,15 +58,16 @@ def open_model(folder: Path, context: int, *, trust_remote_code: bool = False) -
     context beyond the model's.
     """
     module = _empty(folder, trust_remote_code)
-    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    limit = model_context_length(folder)
     if limit is not None and context > limit:
         raise ConfigError(
-            f"--context {context} is longer than the model's context, max_position_embeddings {limit}",
+            f"--context {context} is longer than the model's context of {limit}",
             hint=f"give --context {limit} or less, or extend the model's rope scaling in its config.json",
         )
     disable_dropout(module)
     fuse_norms(module)
     check_compatibility(module)
+    check_positions(module, context)
     experts = sum(p.numel() for found in find_experts(module).values() for p in found.parameters())
     return PlannedModel(
         folder=folder,

@@ -7,10 +7,11 @@ import pytest
 from trajectories import ADD, ANSWER, Trajectory
 
 from agentrl.calls.prompts import Budget, context_problem
-from agentrl.chat.model_folder import model_context_length
-from agentrl.config.schema import AgentConfig, SamplingConfig
+from agentrl.chat.model_folder import context_length, model_context_length
+from agentrl.config.schema import AgentConfig, ModelConfig, SamplingConfig
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import StopReason
+from agentrl.errors import ConfigError
 
 QWEN3 = 40960
 
@@ -49,6 +50,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
     [
         ({"max_position_embeddings": 40960}, 40960),
         ({"max_position_embeddings": 131072, "rope_scaling": YARN}, 131072),
+        ({"max_position_embeddings": 40960, "rope_scaling": YARN}, 131072),
         ({"max_position_embeddings": 131072, "rope_scaling": LLAMA3}, 131072),
         ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 2.0}}, 8192),
         ({"text_config": {"max_position_embeddings": 262144}}, 262144),
@@ -64,6 +66,15 @@ def test_the_context_length_of_a_model_is_read_from_its_configuration(
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     assert model_context_length(tmp_path) == length
+
+
+def test_a_longer_context_than_the_models_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    for given, length in ((None, 4096), (1024, 1024), (4096, 4096)):
+        assert context_length(ModelConfig(max_model_len=given), tmp_path) == length
+    with pytest.raises(ConfigError, match="--max_model_len 4097 is more than the 4096 tokens"):
+        context_length(ModelConfig(max_model_len=4097), tmp_path)
+    assert context_length(ModelConfig(max_model_len=9), None) == 9
 
 
 async def test_each_call_asks_for_what_its_prompt_leaves_of_the_context() -> None:

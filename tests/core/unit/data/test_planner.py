@@ -26,6 +26,7 @@ from agentrl.data.planner import (
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.model.flops import attention_pairs
 
 SIZES = st.lists(st.integers(1, 50), max_size=60)
 
@@ -278,6 +279,36 @@ BAD: dict[str, tuple[DBRecordData, str]] = {
 def test_a_datum_that_cannot_be_trained_says_why(name: str) -> None:
     data, why = BAD[name]
     assert why in (packing_problem(data, vocab_size=VOCABULARY, max_tokens=64) or "")
+
+
+def test_a_sequence_beyond_the_models_positions_is_refused() -> None:
+    data = datum(
+        tokens=50, nodes=(Node(start=0, end=50),), spans=(span(40, 44),), input_ids=pack_ids([1] * 50)
+    )
+    why = "a sequence of 44 tokens is longer than the model's context of 43"
+    assert packing_problem(data, vocab_size=VOCABULARY, max_tokens=64, context=43) == why
+    assert packing_problem(data, vocab_size=VOCABULARY, max_tokens=64, context=44) is None
+
+
+def test_a_trajectory_of_131072_tokens_is_cut_where_it_branches() -> None:
+    """The numbers of its pairs of tokens are above 2**32, and its micro-batches need no mask."""
+    tokens, half = 1 << 17, 1 << 16
+    nodes = (
+        Node(start=0, end=half), Node(start=half, end=tokens, parent=0),
+        Node(start=tokens, end=tokens + half, parent=0),
+    )  # fmt: skip
+    spans = (span(half - 9, half), span(tokens - 9, tokens), span(tokens + half - 9, tokens + half))
+    data = datum(
+        tokens=tokens + half, trainable_tokens=27, nodes=nodes, spans=spans,
+        input_ids=pack_ids([1] * tokens + [2] * half), behavior_logprobs=pack_floats([-1.0] * 27),
+    )  # fmt: skip
+    (whole,) = build_micro_batches([data], tokens + half, vocab_size=VOCABULARY)
+    assert attention_pairs(whole) == tokens * (tokens + 1) // 2 + half * half + half * (half + 1) // 2
+    parts = build_micro_batches([data], tokens, vocab_size=VOCABULARY)
+    assert sorted(part.tokens for part in parts) == [tokens, tokens]
+    assert sum(part.trainable_tokens for part in parts) == 27
+    why = f"a sequence of {tokens} tokens is longer than a micro-batch of --max_tokens {tokens - 1}"
+    assert packing_problem(data, vocab_size=VOCABULARY, max_tokens=tokens - 1) == why
 
 
 def branching(seed: int) -> DBRecordData:

@@ -22,10 +22,10 @@ from agentrl.cli.services import sft as main
 from agentrl.config.load import parse
 from agentrl.config.schema import ModelConfig
 from agentrl.config.training import SFTConfig
-from agentrl.data.forest import forest_from_data
+from agentrl.data.forest import chain, forest_from_data
 from agentrl.errors import AgentRLError, ConfigError, TaskFileError
 from agentrl.model.load import load_policy
-from agentrl.train.sft import fine_tune, from_conversations, read_conversations
+from agentrl.train.sft import fine_tune, from_conversations, read_conversations, trainable
 
 
 @pytest.fixture
@@ -87,6 +87,21 @@ def test_epochs_decide_how_long_where_steps_do_not(
 def test_wrong_flags_are_told(flags: list[str], change: list[str], says: str) -> None:
     with pytest.raises(AgentRLError, match=says):
         main([*flags, "--output_dir", "one", *change])
+
+
+def test_a_conversation_that_is_too_long_is_left_out_by_name_before_the_first_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = ModelConfig(model_name_or_path=str(write_tiny_policy(tmp_path / "base")))
+    data = [
+        chain(name, np.ones(tokens, np.int64), np.arange(tokens) > 0)
+        for name, tokens in (("a", 9), ("b", 11), ("c", 10))
+    ]
+    assert [item.id for item in trainable(data, base, 10)] == ["a", "c"]
+    assert "b is not trained: a sequence of 11 tokens is longer than a micro-batch" in caplog.text
+    assert trainable(data, base, 4096) == data
+    with pytest.raises(ConfigError, match="the model's context of 8"):
+        trainable(data, replace(base, max_model_len=8), 4096)
 
 
 @pytest.mark.parametrize(
