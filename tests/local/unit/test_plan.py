@@ -83,6 +83,20 @@ def test_layouts_that_fit_come_with_memory_flags_and_services(folder: Path, plan
     assert found["services"]["samplers"] >= 1
 
 
+def test_the_command_lets_trajectories_grow_to_the_context(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 131072}
+    (folder / "config.json").write_text(json.dumps(config))
+    words = ["--model", str(folder), "--gpus", "1xH200", "--context", "131072"]
+    for given, limits in (
+        ([], "--max_prompt_tokens 122876 --max_new_tokens 8196"),
+        (["--max_prompt_tokens", "65536"], "--max_prompt_tokens 65536 --max_new_tokens 8196"),
+    ):
+        assert local_cli.plan([*words, *given, "--json"]) == 0
+        assert limits in json.loads(capsys.readouterr().out)["layouts"][0]["command"]
+
+
 def test_what_is_too_large_says_what_would_help(folder: Path, plan: Plan) -> None:
     code, found = plan(folder, "--gpus 4xH100 --gpu_memory_gib 0.001")
     assert code == local_cli.NOTHING_FITS

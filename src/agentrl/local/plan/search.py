@@ -582,7 +582,7 @@ def command(search: Search, candidate: Candidate) -> str:
         "max_tokens": search.work.max_tokens,
         "groups_per_step": search.work.groups,
         "num_generations": search.work.group_size,
-        **_call_limits(configs, search.work.max_tokens),
+        **_call_limits(configs),
     }
     flags |= {
         f"{name}_size": getattr(layout, name)
@@ -602,12 +602,14 @@ def command(search: Search, candidate: Candidate) -> str:
     return shlex.join([*launcher, "-m", "agentrl.train", "--run_name", "my_run", *flag_words(flags)])
 
 
-def _call_limits(configs: Configs, max_tokens: int) -> dict[str, int]:
-    """Return limits of a model call with which it fits into a micro-batch, as the trainer requires."""
-    new = configs[SamplingConfig].max_new_tokens
+def _call_limits(configs: Configs) -> dict[str, int]:
+    """Return limits of a model call that let a trajectory grow to ``--context``, and no further."""
+    new, context = configs[SamplingConfig].max_new_tokens, configs[PlanConfig].context
     if "max_new_tokens" not in configs.given:
-        new = min(new, max(1, max_tokens // 4))
-    prompt = min(configs[AgentConfig].max_prompt_tokens, max(1, max_tokens - new))
+        new = min(new, max(1, context // 4))
+    prompt = max(1, context - new)
+    if "max_prompt_tokens" in configs.given:
+        prompt = min(prompt, configs[AgentConfig].max_prompt_tokens)
     return {"max_prompt_tokens": prompt, "max_new_tokens": new}
 
 
