@@ -20,6 +20,7 @@ ways and processes that compute the same, or the weights by more than 1e-3 of th
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -49,35 +50,33 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=7200.0, help="limit of one step")
     parser.add_argument("--json", type=Path, help="file for the rows")
     arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.tokens, arguments.turns, arguments.ways = 1024, 8, list(WAYS)
+    groups = [[way] for way in arguments.ways]
+    if arguments.quick:  # all in one start of the processes: their memory is then not that of a way
+        arguments.tokens, arguments.turns, groups = 1024, 8, [list(WAYS)]
 
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as name:
         folder = Path(name)
         save_model(folder / "model", arguments.tokens)
         first: dict[str, Measured] = {}
-        for way in arguments.ways:
-            for processes in arguments.processes:
-                wanted = {
-                    "folder": name, "way": way, "tokens": arguments.tokens, "turns": arguments.turns,
-                    "processes": processes,
-                }  # fmt: skip
-                found = _measure(wanted, arguments.seconds)
+        for ways, processes in itertools.product(groups, arguments.processes):
+            wanted = {
+                "folder": name, "ways": ways, "tokens": arguments.tokens, "turns": arguments.turns,
+                "processes": processes,
+            }  # fmt: skip
+            for found in _measure(wanted, arguments.seconds):
                 print(json.dumps(found), flush=True)
-                planned = planned_bytes(folder / "model", found, processes)
-                rows += _rows(f"{way}, {processes} process{'es' * (processes > 1)}", found, planned)
+                rows += _rows(found, planned_bytes(folder / "model", found))
                 # Both ways of the branching trajectory compute the same step.
-                reference = first.setdefault("chain" if way == "chain" else "branching", found)
+                reference = first.setdefault("chain" if found["way"] == "chain" else "branching", found)
                 if reference is not found:
-                    rows += _equal_rows(f"{way} in {processes}", found, reference)
-    return finish(
-        f"a trajectory of {arguments.tokens:,} tokens", rows, quick=arguments.quick, file=arguments.json
-    )
+                    rows += _equal_rows(found, reference)
+    what = f"a trajectory of {arguments.tokens:,} tokens"
+    return finish(what, rows, quick=arguments.quick, file=arguments.json)
 
 
-def _measure(wanted: Measured, seconds: float) -> Measured:
-    """Run one step in processes of its own, and return what rank 0 prints."""
+def _measure(wanted: Measured, seconds: float) -> list[Measured]:
+    """Run a step of each way in processes of their own, and return what rank 0 prints."""
     words = [str(CHILD), json.dumps(wanted)]
     if wanted["processes"] > 1:
         count = str(wanted["processes"])
@@ -86,11 +85,16 @@ def _measure(wanted: Measured, seconds: float) -> Measured:
         [sys.executable, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
         text=True, timeout=seconds, check=True,
     )  # fmt: skip
-    found: Measured = json.loads(done.stdout.splitlines()[-1])
+    found: list[Measured] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def _rows(name: str, found: Measured, planned: int) -> list[Row]:
+def _name(found: Measured) -> str:
+    return f"{found['way']}, {found['processes']} process{'es' * (found['processes'] > 1)}"
+
+
+def _rows(found: Measured, planned: int) -> list[Row]:
+    name = _name(found)
     peak = max(found["peak_bytes"])
     grown = max(found["grown_bytes"])
     return [
@@ -105,9 +109,10 @@ def _rows(name: str, found: Measured, planned: int) -> list[Row]:
     ]  # fmt: skip
 
 
-def _equal_rows(name: str, found: Measured, reference: Measured) -> list[Row]:
+def _equal_rows(found: Measured, reference: Measured) -> list[Row]:
     import torch
 
+    name = f"{_name(found)}, beside {_name(reference)}"
     rows = [
         Row(
             what=f"{name}: {key}", ours=f"{found[key]:.7g}", baseline=f"{reference[key]:.7g}",
@@ -123,7 +128,7 @@ def _equal_rows(name: str, found: Measured, reference: Measured) -> list[Row]:
     return [
         *rows,
         Row(
-            what=f"{name}: norms of the difference in weights and of the update", ours=f"{apart:.3g}",
+            what=f"{name}: difference in weights, and update", ours=f"{apart:.3g}",
             baseline=f"{moved:.3g}", ratio=1 + apart / moved, equal=EQUAL_WEIGHTS,
         ),
     ]  # fmt: skip

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import TrainConfig
-from agentrl.distributed.mesh import launched_world, plan_layout
+from agentrl.distributed.mesh import World, launched_world, plan_layout
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.local.plan.memory import ModelNumbers, StepSpec, measure_step, open_model
@@ -80,10 +80,10 @@ def trajectory(way: str, tokens: int, turns: int) -> DBRecordData:
     )  # fmt: skip
 
 
-def flags(folder: Path, wanted: dict[str, Any]) -> Configs:
+def flags(folder: Path, way: str, wanted: dict[str, Any]) -> Configs:
     """Return the flags of ``agentrl train`` for one step."""
     words = {
-        "model_name_or_path": folder / "model", "run_name": "long", "prefix_merging": WAYS[wanted["way"]],
+        "model_name_or_path": folder / "model", "run_name": "long", "prefix_merging": WAYS[way],
         # The merged tree in one micro-batch: its branch is an eighth longer than the path.
         "max_tokens": wanted["tokens"] * 9 // 8, "cp_size": wanted["processes"], "autocast_bf16": "false",
         "learning_rate": 1e-3, "optim_args": "eps=1e-6", "max_steps": 1,
@@ -92,9 +92,9 @@ def flags(folder: Path, wanted: dict[str, Any]) -> Configs:
     return parse(given, command="agentrl train", description="", shown=())
 
 
-def planned_bytes(folder: Path, found: dict[str, Any], processes: int) -> int:
-    """Return what ``agentrl plan`` computes for the largest micro-batch of a step in ``processes``."""
-    model = open_model(folder, 1)
+def planned_bytes(folder: Path, found: dict[str, Any]) -> int:
+    """Return what ``agentrl plan`` computes for the largest micro-batch of a step."""
+    model, processes = open_model(folder, 1), found["processes"]
     spec = StepSpec(
         config=model.config, precision=Precision(), max_tokens=found["largest"],
         trained_tokens=min(DEFAULT_CHUNK, found["largest"]), micro_batches=int(found["micro_batches"]),
@@ -105,40 +105,40 @@ def planned_bytes(folder: Path, found: dict[str, Any], processes: int) -> int:
 
 
 def main() -> None:
-    """Train the step that the first argument describes."""
+    """Train the steps that the first argument describes."""
     wanted = json.loads(sys.argv[1])
-    folder = Path(wanted["folder"])
-    with launched_world(folder / "model") as world:
-        configs = flags(folder, wanted)
-        trainer = build_trainer(configs, weights=None, total_steps=1, world=world)
-        data = [trajectory(wanted["way"], wanted["tokens"], wanted["turns"])]
-        forests = trainer.pack(data)
-        start = _weights(trainer)
-        before, began, cpu = _resident(), time.perf_counter(), time.process_time()
-        metrics = trainer.train(data).metrics
-        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-        own = (_peak(), _peak() - before, cpu)
-        memory = [own]
-        if world.size > 1:
-            memory = [own] * world.size
-            dist.all_gather_object(memory, own)
-        weights = _weights(trainer)
+    with launched_world(Path(wanted["folder"]) / "model") as world:
+        found = [train(world, way, wanted) for way in wanted["ways"]]
         if world.rank == 0:
-            files = [folder / f"{wanted['way']}-{wanted['processes']}-{name}.pt" for name in ("start", "end")]
-            for file, content in zip(files, (start, weights), strict=True):
-                torch.save(content, file)
-            print(
-                json.dumps({
-                    **{key: metrics[key] for key in ("loss", "grad_norm", "micro_batches", "seconds_pack",
-                                                     "seconds_forward", "seconds_backward")},
-                    "seconds": seconds, "computed": sum(forest.tokens for forest in forests),
-                    "largest": max(forest.tokens for forest in forests),
-                    "peak_bytes": [peak for peak, _, _ in memory],
-                    "grown_bytes": [grown for _, grown, _ in memory],
-                    "cpu_seconds": [each for _, _, each in memory],
-                    "start": str(files[0]), "weights": str(files[1]),
-                })
-            )  # fmt: skip
+            print(json.dumps(found))
+
+
+def train(world: World, way: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Train a step as one rank, and write the weights before and after it."""
+    folder = Path(wanted["folder"])
+    trainer = build_trainer(flags(folder, way, wanted), weights=None, total_steps=1, world=world)
+    data = [trajectory(way, wanted["tokens"], wanted["turns"])]
+    forests = trainer.pack(data)
+    start = _weights(trainer)
+    before, began, cpu = _resident(), time.perf_counter(), time.process_time()
+    metrics = trainer.train(data).metrics
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    own = (_peak(), _peak() - before, cpu)
+    ranks = [own] * world.size
+    if world.size > 1:
+        dist.all_gather_object(ranks, own)
+    files = [folder / f"{way}-{world.size}-{name}.pt" for name in ("start", "end")]
+    for file, content in zip(files, (start, _weights(trainer)), strict=True):
+        if world.rank == 0:
+            torch.save(content, file)
+    return {
+        "way": way, "processes": world.size, "seconds": seconds,
+        **{key: metrics[key] for key in ("loss", "grad_norm", "micro_batches", "trainable_tokens")},
+        "computed": sum(forest.tokens for forest in forests),
+        "largest": max(forest.tokens for forest in forests),
+        "peak_bytes": [peak for peak, _, _ in ranks], "grown_bytes": [grown for _, grown, _ in ranks],
+        "cpu_seconds": [each for _, _, each in ranks], "start": str(files[0]), "weights": str(files[1]),
+    }  # fmt: skip
 
 
 def _weights(trainer: Any) -> dict[str, torch.Tensor]:
