@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from training_data import group, sampled_by
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.forest import forest_from_data
+from agentrl.data.planner import build_micro_batches, packing_problem
 from agentrl.data.stream import (
     DataStream,
     Freshness,
@@ -207,6 +209,28 @@ async def test_a_datum_that_cannot_be_trained_is_set_aside_and_its_group_trained
     assert [item.id for item in batch.data] == ["a/0/1", "b/0/1", "b/1/1"]
     assert store.with_status(DataStatus.QUARANTINED) == ["a/1/1"]
     assert (data.count_quarantined(), data.count_quarantined()) == (1, 0)
+
+
+async def test_a_path_above_max_tokens_is_set_aside_by_name_and_what_can_be_cut_is_trained(
+    store: FakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both have 16 tokens and micro-batches 10: one as a single path, one as two branches of 10."""
+    (long, wide), others = group("a"), group("b")
+    ids = pack_ids([1] * 10 + [2] * 6)
+    long = replace(long, tokens=16, nodes=(Node(start=0, end=16),), input_ids=ids)
+    long = replace(long, spans=(replace(long.spans[0], start=12, end=16),))
+    branches = (Node(start=0, end=4), Node(start=4, end=10, parent=0), Node(start=10, end=16, parent=0))
+    spans = tuple(replace(wide.spans[0], start=end - 2, end=end, call=end // 10) for end in (10, 16))
+    wide = replace(wide, tokens=16, nodes=branches, spans=spans, input_ids=ids)
+    store.add(long, wide, *others)
+    problem_of = partial(packing_problem, vocab_size=256, max_tokens=10)
+    batch = await stream(store, problem_of=problem_of).take(1)
+    assert [item.id for item in batch.data] == [wide.id, *(item.id for item in others)]
+    why = "a sequence of 16 tokens is longer than a micro-batch of --max_tokens 10"
+    assert f"trajectory {long.id} is quarantined, and its group is trained without it: {why}" in caplog.text
+    parts = build_micro_batches(batch.data, 10, vocab_size=256)
+    assert max(part.tokens for part in parts) == 10
+    assert sum(part.trainable_tokens for part in parts) == sum(item.trainable_tokens for item in batch.data)
 
 
 async def test_a_group_of_which_nothing_can_be_trained_makes_way(store: FakeStore) -> None:
