@@ -1,9 +1,9 @@
 """AgentRL: reinforcement learning for language-model agents, decoupled over MongoDB.
 
 This module is the public API. Decorators register what you write yourself: ``agent``, ``scorer``, ``tool``,
-``environment``, ``loss``, ``advantage``, ``context_manager``, ``group_filter``, ``tool_call_parser`` and
-``tracker``; the classes are what such functions take, return and raise. ``run(tasks=…, steps=…)`` starts
-training from a notebook, ``Store.open("run")`` reads any run there.
+``environment``, ``loss``, ``advantage``, ``value_head``, ``context_manager``, ``group_filter``,
+``tool_call_parser`` and ``tracker``; the classes are what such functions take, return and raise.
+``run(tasks=…, steps=…)`` starts training from a notebook, ``Store.open("run")`` reads any run there.
 assets/examples has a short example of each, and docs/your_own explains them.
 
 Each name is imported at first use, so ``import agentrl`` is fast and imports no torch.
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from agentrl.errors import OutageError, ServerFullError, SessionLostError
     from agentrl.losses.loss import TokenBatch, TokenLosses, loss
     from agentrl.losses.settings import LossSettings
+    from agentrl.model.value_head import value_head
     from agentrl.observe.trackers import tracker
     from agentrl.rollout.agent_io import Outcome
     from agentrl.rollout.agents import agent, context_manager
@@ -88,7 +89,7 @@ __all__ = [
     "ServerFullError", "SessionLostError", "StartedRun", "StopReason", "Store", "TaskRequest", "TokenBatch",
     "TokenLosses", "ToolCall", "Turn", "advantage", "agent", "context_manager", "convert_arguments",
     "environment", "group_filter", "loss", "run", "scorer", "tool", "tool_call_parser", "tool_state",
-    "tracker",
+    "tracker", "value_head",
 ]  # fmt: skip
 
 _MODULES = {
@@ -129,6 +130,7 @@ _MODULES = {
     "tool_call_parser": "chat.parsers.parser",
     "tool_state": "tools.python",
     "tracker": "observe.trackers",
+    "value_head": "model.value_head",
 }
 
 find_moved_modules()

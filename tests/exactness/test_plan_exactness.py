@@ -69,7 +69,7 @@ class ThreadMesh(Mesh):
     def coordinate(self, name: str) -> int:
         return 0
 
-    def sum(self, tensor: Tensor, *, stages: bool = False) -> Tensor:
+    def sum(self, tensor: Tensor, *, stages: bool = False, tokens: bool = False) -> Tensor:
         return cast(Tensor, self.sum_reports(tensor))
 
     def sum_reports(self, report: Any) -> Any:

@@ -35,7 +35,8 @@ _CODE: Final = re.compile(r"([\w-]+(?:\.[\w-]+)*)(?::\w+)?(?:\(\))?")
 """A module with a function in it, or a package that is called without arguments. Packages that load others by
 their name may read a longer one in their own way: verifiers takes the ``os`` of ``package.x/os``."""
 _CODE_FLAGS: Final = frozenset({
-    "advantage", "group_filter", "loss_calculater", "new_context", "report_to", "tool_call_parser", "tools",
+    "advantage", "critic_head", "group_filter", "loss_calculater", "new_context", "report_to",
+    "tool_call_parser", "tools",
 })  # fmt: skip
 """Flags that name functions."""
 _TRUSTING_FLAGS: Final = frozenset({"allowed_modules", "import_modules", "trust_remote_code"})

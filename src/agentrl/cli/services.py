@@ -24,6 +24,7 @@ from agentrl.config.schema import (
     AgentConfig,
     ClaimConfig,
     ContainerConfig,
+    CriticConfig,
     DeviceConfig,
     EngineConfig,
     EngineListConfig,
@@ -184,8 +185,8 @@ def train(argv: list[str]) -> int:
         needs_run=True,
         description="Train on sampled groups, publish the weights, save checkpoints; resume after a restart.",
         shown=(
-            RunConfig, ModelConfig, TaskConfig, SamplingConfig, ClaimConfig, LossConfig, OptimConfig,
-            AdapterConfig, MemoryConfig, TrainConfig, DeviceConfig, TraceConfig,
+            RunConfig, ModelConfig, TaskConfig, SamplingConfig, ClaimConfig, LossConfig, CriticConfig,
+            OptimConfig, AdapterConfig, MemoryConfig, TrainConfig, DeviceConfig, TraceConfig,
         ),
         validate=check_training_flags,
     )  # fmt: skip

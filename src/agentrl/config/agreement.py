@@ -17,6 +17,7 @@ from agentrl.config.schema import (
     GROUPS,
     AdapterConfig,
     AgentConfig,
+    CriticConfig,
     EngineConfig,
     GroupConfig,
     LossConfig,
@@ -33,6 +34,7 @@ AgreedSettings = dict[str, dict[str, Any]]
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "tokenizers", "pymongo", "mcp")
 _SAMPLED = ("tool_call_parser", "agent_name", "system_prompt", "query_prompt", "new_context")
+_OF_CRITIC = ("critic", "critic_model", "critic_head", "gamma", "gae_lambda", "gae_over", "value_clip")
 _ARCHITECTURE = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "intermediate_size",
@@ -57,9 +59,15 @@ def sampler_settings(configs: Configs) -> AgreedSettings:
 
 
 def trainer_settings(configs: Configs, loss: LossConfig) -> AgreedSettings:
-    """Return the settings of training: the loss, with its defaults filled in, and the adapters."""
+    """Return the settings of training: the loss, with its defaults filled in, the adapters, the critic.
+
+    With a critic also how scores become advantages, which are its rewards: samplers must have the same.
+    """
+    critic = configs[CriticConfig]
     return {
         **engine_settings(configs),
+        **({"groups": dataclasses.asdict(configs[GroupConfig])} if critic.is_on else {}),
+        "critic": {name: getattr(critic, name) for name in _OF_CRITIC},
         "loss": {**dataclasses.asdict(loss), "advantage_whitening": configs[TrainConfig].advantage_whitening},
         "adapter": dataclasses.asdict(configs[AdapterConfig]),
     }
@@ -123,6 +131,8 @@ def require_trainable(configs: Configs) -> None:
     _require_progress(configs[SamplingConfig], configs[TrainConfig])
     _require_whitening(configs[GroupConfig], configs[TrainConfig])
     _require_warm(configs[SamplingConfig])
+    if configs[CriticConfig].is_on:
+        _require_rewards(configs)
     if configs[LossConfig].old_logprobs == "version":
         require_versions(configs)
 
@@ -187,6 +197,37 @@ def _require_whitening(groups: GroupConfig, training: TrainConfig) -> None:
             f"--advantage_whitening batch with --{name} {value}: {why}",
             f"set --{name} {needed:g}" if isinstance(needed, float) else f"set --{name} {needed}",
         )
+
+
+def _require_rewards(configs: Configs) -> None:
+    """Refuse flags with which stored advantages are not the rewards that a critic learns from.
+
+    Trajectories without a reward, and groups of equal scores, teach it as much as others.
+    """
+    groups, critic = configs[GroupConfig], configs[CriticConfig].critic
+    for name, needed, why in (
+        ("advantage", "reward", "it learns the rewards, and takes its own values for the baseline"),
+        ("drop_zero_advantage", False, "it would never see a reward of 0"),
+        ("minimal_advantage", 0.0, "it would not see small rewards"),
+        ("min_score_spread", 0.0, "it would not see the tasks that always or never succeed"),
+        ("clamp_advantage_by_score", False, "it would see other rewards than those of the scores"),
+    ):
+        value = getattr(groups, name)
+        require(
+            value == needed,
+            f"--critic {critic} with --{name} {_shown(value)}: {why}",
+            f"set --{name} {_shown(needed)} for samplers and the trainer; --recipe ppo has all of them",
+        )
+    require(
+        configs[TrainConfig].staleness_policy != "decay",
+        f"--critic {critic} with --staleness_policy decay: it would make rewards smaller, not advantages",
+        "use keep, mask or drop",
+    )
+
+
+def _shown(value: Any) -> str:
+    """Return a flag's value as the command line has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _require_warm(sampling: SamplingConfig) -> None:

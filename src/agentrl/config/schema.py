@@ -29,6 +29,7 @@ from agentrl.config.sampling import (
 )
 from agentrl.config.training import (
     AdapterConfig,
+    CriticConfig,
     GroupConfig,
     IgnoredConfig,
     LossConfig,
@@ -39,17 +40,17 @@ from agentrl.config.training import (
 )
 
 __all__ = [
-    "GROUPS", "AdapterConfig", "AgentConfig", "ClaimConfig", "ContainerConfig", "DeviceConfig",
-    "EngineConfig", "EngineListConfig", "EvaluationConfig", "GatewayConfig", "GroupConfig", "IgnoredConfig",
-    "JsonFlags", "LossConfig", "MemoryConfig", "ModelConfig", "OptimConfig", "ParallelConfig",
-    "PlacementConfig", "RunConfig", "SamplingConfig", "TaskConfig", "TeacherConfig", "ToolConfig",
-    "TraceConfig", "TrainConfig", "flag", "sections",
+    "GROUPS", "AdapterConfig", "AgentConfig", "ClaimConfig", "ContainerConfig", "CriticConfig",
+    "DeviceConfig", "EngineConfig", "EngineListConfig", "EvaluationConfig", "GatewayConfig", "GroupConfig",
+    "IgnoredConfig", "JsonFlags", "LossConfig", "MemoryConfig", "ModelConfig", "OptimConfig",
+    "ParallelConfig", "PlacementConfig", "RunConfig", "SamplingConfig", "TaskConfig", "TeacherConfig",
+    "ToolConfig", "TraceConfig", "TrainConfig", "flag", "sections",
 ]  # fmt: skip
 
 GROUPS: tuple[type, ...] = (
     RunConfig, ModelConfig, TaskConfig, ClaimConfig, AgentConfig, ToolConfig, ContainerConfig, SamplingConfig,
-    GroupConfig, LossConfig, OptimConfig, AdapterConfig, MemoryConfig, TrainConfig, EngineConfig,
-    PlacementConfig, EvaluationConfig, GatewayConfig, TraceConfig, TeacherConfig, IgnoredConfig,
+    GroupConfig, LossConfig, CriticConfig, OptimConfig, AdapterConfig, MemoryConfig, TrainConfig,
+    EngineConfig, PlacementConfig, EvaluationConfig, GatewayConfig, TraceConfig, TeacherConfig, IgnoredConfig,
 )  # fmt: skip
 """All groups. A run has one set of flags: every process accepts all of them and reads those it needs."""
 

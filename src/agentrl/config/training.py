@@ -414,6 +414,59 @@ def _parse_correction(entry: str) -> Correction:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticConfig(Flags):
+    """The critic: a value model that gives advantages (PPO)."""
+
+    section = "critic"
+
+    critic: Literal["off", "head", "model"] = flag(
+        "off",
+        "value model: a head on the policy's hidden states, which its gradient does not reach (head), or a"
+        " model of its own (model)",
+    )
+    critic_model: str | None = flag(
+        None, "folder that --critic model begins from (default: that of the policy)"
+    )
+    critic_head: str = flag(
+        "linear", "what turns a hidden state into a value: linear, or your own as module:name"
+    )
+    critic_learning_rate: float | None = flag(
+        None,
+        "peak learning rate of the critic; its schedule is the policy's (default: 1e-5 of a model, 0.1 /"
+        " hidden size of a head)",
+        within="(0, inf)",
+    )
+    critic_warmup_steps: int = flag(
+        0,
+        "first steps, which train the critic alone; the policy's schedule begins after them",
+        within="[0, inf)",
+        unit="optimizer steps",
+    )
+    gamma: float = flag(1.0, "discount of a reward per later token or turn", within="[0, 1]")
+    gae_lambda: float = flag(
+        1.0, "weight of later values in an advantage: 1, the return alone; 0, the next value", within="[0, 1]"
+    )
+    gae_over: Literal["tokens", "turns"] = flag("tokens", "what is one action: a token, or a model call")
+    value_clip: float = flag(
+        0.5, "in later updates of a step, values move at most this far from its start (inf: no limit)",
+        within="(0, inf]",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.critic_model is None or self.critic == "model",
+            f"--critic_model {self.critic_model} with --critic {self.critic}",
+            "set --critic model, or leave it out",
+        )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a critic."""
+        return self.critic != "off"
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig(Flags):
     """The optimizer and its schedule."""
 

@@ -612,8 +612,11 @@ def _listed(reasons: Sequence[str]) -> str:
     return ", ".join([*listed, f"{rest} with others"] if rest else listed)
 
 
-def verifier(store: Store) -> Verify:
-    """Return a check of training data against the other documents of ``store``."""
+def verifier(store: Store, *, refuses_roles: bool = False) -> Verify:
+    """Return a check of training data against the other documents of ``store``.
+
+    ``refuses_roles``: groups with rewards of roles fail too; each role would need a critic of its own.
+    """
 
     async def verify(data: Sequence[DBRecordData]) -> dict[str, str]:
         by_task: dict[str, list[DBRecordData]] = {}
@@ -625,6 +628,8 @@ def verifier(store: Store) -> Verify:
                 group = await store.groups.stored(task_id)
                 # Decide in a thread: it converts a whole group, and the loop renews the lease meanwhile.
                 problem = await asyncio.to_thread(group_problem, group, items)
+                if refuses_roles and group is not None and any(each.role_rewards for each in group.records):
+                    problem = problem or "its scorer rewards roles, and one critic cannot tell them apart"
             except StoreUnavailableError:
                 # Raise an outage: a group that cannot be read now is not wrong, and a quarantine is final.
                 raise

@@ -472,6 +472,10 @@ class TokenForest:
     """float32[T], the trainer's logprobs at the start of a step with several updates."""
     reference_logprob: Floats | None = None
     """float32[T], logprobs of the reference model."""
+    start_value: Floats | None = None
+    """float32[T], the critic's values before each token, at the start of the step."""
+    value_target: Floats | None = None
+    """float32[T], what the critic learns; NaN: nothing at the token."""
     images: ForestImages | None = None
     """The images among the tokens; None without any."""
     sampling_mask: SamplingMask | None = None

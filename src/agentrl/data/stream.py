@@ -19,7 +19,7 @@ import numpy as np
 from agentrl.base.concurrency import end_tasks
 from agentrl.base.registry import Registry
 from agentrl.config.load import Configs
-from agentrl.config.schema import LossConfig, SamplingConfig, TrainConfig
+from agentrl.config.schema import CriticConfig, LossConfig, SamplingConfig, TrainConfig
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import SamplingMask, pack_floats, unpack_floats
 from agentrl.documents.record import TokenColumns
@@ -132,6 +132,11 @@ def _masked(data: DBRecordData, beyond: Sequence[int]) -> DBRecordData:
         sampling_mask=mask.select(is_kept).pack(),
         columns=b"" if columns is None else columns.select(is_kept).pack(),
     )
+
+
+def whitens_data(configs: Configs) -> bool:
+    """Return whether a step's data are whitened; with a critic its advantages are, once they exist."""
+    return configs[TrainConfig].advantage_whitening == "batch" and not configs[CriticConfig].is_on
 
 
 def weigh(
@@ -412,7 +417,7 @@ class StreamSettings:
     num_epochs: int
     freshness: Freshness
     max_trained_count: int = 1
-    whitening: Literal["none", "batch"] = "none"
+    whitens: bool = False
     """``batch``: whiten the advantages once, over all data of a step."""
     wait_seconds: float
     problem_of: Callable[[DBRecordData], str | None] = lambda _: None
@@ -679,8 +684,10 @@ class DataStream:
 
     async def _step_data(self, data: Sequence[DBRecordData], step: int, *, is_rest: bool) -> StepData:
         groups, ages = tuple(dict.fromkeys(item.task for item in data)), await self._ages(data, step)
-        whitens = self._settings.whitening == "batch"
-        return StepData(groups, weigh(data, ages, self._settings.freshness, whitens=whitens), ages, is_rest)
+        settings = self._settings
+        return StepData(
+            groups, weigh(data, ages, settings.freshness, whitens=settings.whitens), ages, is_rest
+        )
 
     async def _sampling_finished(self) -> bool:
         """Return whether every epoch holds every task and all groups are finalized."""

@@ -264,7 +264,9 @@ class ContextParallel:
         own, parent = self._split(forest).targets()
         parts = forest_logprobs(hidden, head, forest, options, chosen=own, parent=parent)
         exchange, indices = TokenExchange(self._group), torch.from_numpy(own).to(hidden.device)
-        return tuple(exchange.join(part, indices, forest.trainable_tokens) for part in parts)
+        # Enable it: values have a gradient under ``no_grad`` too.
+        with torch.enable_grad():
+            return tuple(exchange.join(part, indices, forest.trainable_tokens) for part in parts)
 
     def tokens(self, forest: TokenForest) -> int:
         """Return n, the number of this rank's tokens, padding included."""

@@ -315,10 +315,13 @@ class Mesh:
         """Return the group of ranks that differ from this one only along dimension ``name``."""
         return self._meshes.devices.get_group(name)
 
-    def sum(self, tensor: Tensor, *, stages: bool = False) -> Tensor:
-        """Return the sum of ``tensor`` over the ranks that train different data; ``stages`` adds stages."""
+    def sum(self, tensor: Tensor, *, stages: bool = False, tokens: bool = False) -> Tensor:
+        """Return the sum of ``tensor`` over the ranks that train different data.
+
+        ``stages`` adds those of other layers, ``tokens`` those of other tokens of the same data.
+        """
         total = tensor.clone()
-        for group in self._groups(("pp", *_DATA) if stages else _DATA):
+        for group in self._groups((*(("pp",) if stages else ()), *(("cp",) if tokens else ()), *_DATA)):
             dist.all_reduce(total, dist.ReduceOp.SUM, group)
         return total
 

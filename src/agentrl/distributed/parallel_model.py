@@ -102,8 +102,7 @@ class ParallelModel(nn.Module):
 
         Call it under ``torch.no_grad``.
         """
-        # Ask for no divergence: it would be a third result, which the loss alone reads.
-        return [self(forest, replace(options, divergence=False)) for forest in forests]
+        return [self(forest, options.for_logprobs) for forest in forests]
 
     def micro_batches(
         self, forests: Sequence[TokenForest], options: ForwardOptions, watch: Stopwatch | None = None
@@ -122,6 +121,11 @@ class ParallelModel(nn.Module):
             values = self(forest, options)
             set_reduction(self, self._reduction, is_last=number == len(forests))
             yield forest, values
+
+    def release_gathered(self) -> None:
+        """Shard again what a forward without a backward has left gathered; an optimizer knows the shards."""
+        if isinstance(self, FSDPModule):
+            self.reshard()
 
     def clip_gradients(self, max_norm: float) -> float:
         """Complete the gradients and clip them by their joint norm; return the norm before."""
@@ -162,6 +166,14 @@ class ParallelModel(nn.Module):
         if self._context is not None:
             return self._context.logprobs(hidden, self._head(), forest, options)
         return forest_logprobs(hidden, self._head(), forest, options)
+
+    def values(self, forests: Sequence[TokenForest], head: nn.Module) -> list[Tensor]:
+        """Return the values of ``head`` (float32[T]) before each trainable token of each forest.
+
+        Call it under ``torch.no_grad``.
+        """
+        options = ForwardOptions(value_head=head, values_alone=True)
+        return [self(forest, options)[0] for forest in forests]
 
     @property
     def is_sharded(self) -> bool:
@@ -208,7 +220,7 @@ class PipelineModel(ParallelModel):
         computed: list[Tensor] = []
         for forest in forests:
             received, _ = self._exchange(states_of=forest)
-            output = self(forest, replace(options, divergence=False), received)
+            output = self(forest, options.for_logprobs, received)
             if self._is_last:
                 computed.append(torch.stack(output))
             else:

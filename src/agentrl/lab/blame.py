@@ -28,8 +28,16 @@ from rich.console import Console, Group
 from torch import Tensor, nn
 
 from agentrl.config.agreement import public_flags
+from agentrl.config.flags import require
 from agentrl.config.load import Configs
-from agentrl.config.schema import AdapterConfig, GroupConfig, ModelConfig, RunConfig, TrainConfig
+from agentrl.config.schema import (
+    AdapterConfig,
+    CriticConfig,
+    GroupConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from agentrl.data.finalize_group import to_training_data
 from agentrl.data.planner import packing_problem
 from agentrl.data.stream import VersionSteps, freshness_of, images_of, weigh
@@ -424,6 +432,12 @@ async def blame(configs: Configs, named_a: str, named_b: str, progress: Parts) -
         steps = await _steps_between(store, a, b)
         made = await stored_flags(store, steps)
         configs = _configs_of_run(made[steps[-1].id], here)
+        require(
+            not configs[CriticConfig].is_on,
+            f"run {store.run_name!r} was trained with --critic {configs[CriticConfig].critic}: the advantages"
+            " that its steps had are not stored",
+            "blame a run without a critic",
+        )
         tasks = await changed_tasks(store, configs, a, b, flags.changes)
         held_out = await held_out_data(store, configs, (a, b), tasks)
         own = configs[RunConfig].checkpoint_roots(configs[TrainConfig].fallback_output_dir)

@@ -16,6 +16,7 @@ from agentrl.config.load import Configs, flag_names
 from agentrl.config.schema import (
     GROUPS,
     AdapterConfig,
+    CriticConfig,
     GroupConfig,
     LossConfig,
     MemoryConfig,
@@ -48,14 +49,16 @@ _TRAINING = frozenset({
 
 GROUP_RULES = frozenset(flag_names(GroupConfig)) - {"columns"}
 """Flags by which a stored group is decided again; what it waited for is stored with it."""
-CHANGEABLE = GROUP_RULES | _TRAINING | set(flag_names(LossConfig, OptimConfig, MemoryConfig)) - {"freeze"}
+CHANGEABLE = (
+    GROUP_RULES | _TRAINING | set(flag_names(LossConfig, CriticConfig, OptimConfig, MemoryConfig))
+) - {"freeze", "critic", "critic_model", "critic_head"}
 """Flags that may differ from the parent's."""
 _OF_PROCESS = set(flag_names(RunConfig, TraceConfig)) - {"seed", "run_name"} | {"lease_seconds"}
 """Flags of this process, which are not the parent's."""
 _OF_STEPS = set(
     flag_names(
-        ModelConfig, TaskConfig, GroupConfig, LossConfig, OptimConfig, AdapterConfig, MemoryConfig,
-        TrainConfig,
+        ModelConfig, TaskConfig, GroupConfig, LossConfig, CriticConfig, OptimConfig, AdapterConfig,
+        MemoryConfig, TrainConfig,
     )
 ) - {
     "model_name", "train_file", "eval_file", "skip_bad_lines", "save_steps", "save_total_limit",

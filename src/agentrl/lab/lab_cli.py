@@ -30,6 +30,7 @@ from agentrl.config.flags import flag_words, names_in, require_writable
 from agentrl.config.load import CommandParser, Configs, group_of, leading_words, parse
 from agentrl.config.schema import (
     ClaimConfig,
+    CriticConfig,
     GroupConfig,
     LossConfig,
     MemoryConfig,
@@ -214,7 +215,7 @@ def whatif(argv: list[str]) -> int:
         " the data of RUN where they lie, and needs no engine and no sampler. Without such flags it gives"
         " RUN's own weights, bit for bit on the same machine. `agentrl whatif --compare NEW,NEW` trains"
         " nothing and compares several.",
-        shown=(RunConfig, LossConfig, GroupConfig, OptimConfig, MemoryConfig, TraceConfig),
+        shown=(RunConfig, LossConfig, CriticConfig, GroupConfig, OptimConfig, MemoryConfig, TraceConfig),
         extra=(WhatIfConfig,),
     )
     flags = configs[WhatIfConfig]

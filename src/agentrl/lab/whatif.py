@@ -16,8 +16,8 @@ from rich.console import Console
 
 from agentrl.chat.model_folder import read_tokenizer_file
 from agentrl.config.load import Configs
-from agentrl.config.schema import LossConfig, ModelConfig, RunConfig, TrainConfig
-from agentrl.data.stream import StepData, freshness_of
+from agentrl.config.schema import LossConfig, ModelConfig, RunConfig
+from agentrl.data.stream import StepData, freshness_of, whitens_data
 from agentrl.documents.model_call import unpack_ids
 from agentrl.documents.run import Relative
 from agentrl.documents.training import DBRecordData, TrainStep, readable_checkpoints
@@ -205,7 +205,7 @@ async def _tokens(
     ):  # fmt: skip
         settings = RecordedSettings(
             freshness=freshness_of(flags),
-            whitens=flags[TrainConfig].advantage_whitening == "batch",
+            whitens=whitens_data(flags),
             verifies=False,
             regrouping=regrouping_of(relative) if regroups else Regrouping(),
         )

@@ -35,6 +35,7 @@ from agentrl.data.stream import (
     images_of,
     trajectory_means,
     weigh,
+    whitens_data,
 )
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import unpack_floats, unpack_halves
@@ -263,7 +264,7 @@ async def open_recorded(
         scorer_timeout_seconds=sampling.scorer_timeout_seconds, agent_config_path=sampling.agent_config_path
     )
     settings = RecordedSettings(
-        freshness=freshness_of(configs), whitens=train.advantage_whitening == "batch",
+        freshness=freshness_of(configs), whitens=whitens_data(configs),
         verifies=train.verify_data, regrouping=regrouping_of(parent, scoring), since=parent.since,
     )  # fmt: skip
     return RecordedStream(source, ordered[trained:until], settings, last=last)

@@ -407,7 +407,7 @@ LOSSES = Registry[Loss](
         "drgrpo": "Dr. GRPO is GRPO with --loss_length_divisor and --advantage dr_grpo (docs/losses.md)",
         "reinforce": "REINFORCE++ is GRPO with --token_level_loss true --advantage reward"
         " --advantage_whitening batch (docs/losses.md)",
-        "ppo": "GRPO is PPO's clipped surrogate with the group's mean in place of a critic",
+        "ppo": "GRPO is PPO's clipped surrogate; with --recipe ppo a critic gives its advantages",
         "mispo": "MIS-PO is CISPO with the weight 1 and two masks (docs/losses.md)",
         "kpop": "GRPO or IPO with --importance_correction kpop",
         "gkd": "OPD: on-policy distillation (docs/distillation.md)",

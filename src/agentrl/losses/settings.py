@@ -16,7 +16,7 @@ from typing import Any
 
 from agentrl.config.flags import require
 from agentrl.config.load import Configs
-from agentrl.config.schema import GROUPS, EngineConfig, GroupConfig, OptimConfig, TrainConfig
+from agentrl.config.schema import GROUPS, CriticConfig, EngineConfig, GroupConfig, OptimConfig, TrainConfig
 from agentrl.config.training import CAPS, LOSS_PARAMETERS, WEIGHTS, LossConfig
 from agentrl.errors import ConfigError
 from agentrl.losses.loss import LOSSES, TEACHER, Loss
@@ -481,6 +481,21 @@ IDLE_RULES: tuple[IdleRule, ...] = (
         "no version is a delta", _LEAVE_OUT,
     ),
     IdleRule(
+        (
+            "critic_head", "critic_learning_rate", "critic_warmup_steps", "gamma", "gae_lambda", "gae_over",
+            "value_clip",
+        ),
+        lambda flags, _: flags["critic"] != "off",
+        "there is no critic", "add --critic head or --critic model, or leave it out",
+    ),
+    IdleRule(
+        ("value_clip",),
+        lambda flags, _: (
+            flags["num_epochs_per_batch"] * min(flags["mini_batches"], flags["groups_per_step"]) > 1
+        ),
+        "in a step of one update values are those of its start", "add --mini_batches, or leave it out",
+    ),
+    IdleRule(
         ("trace_content", "trace_queue"), lambda flags, _: flags["trace"] is not None,
         "spans go nowhere", "add --trace, e.g. sqlite:///traces.db, or leave it out",
     ),
@@ -508,6 +523,12 @@ def check_loss(configs: Configs, chosen: Collection[str] | None = None) -> None:
         " and bound πθ/μ with --importance_correction token_mask or --importance_weight_cap_ratio 4",
     )
     _require_teacher(settings, configs[GroupConfig])
+    critic = configs[CriticConfig].critic
+    require(
+        critic == "off" or settings.loss.reads_advantage,
+        f"--critic {critic} with --loss_calculater {settings.loss_calculater}, which reads no advantage",
+        "use --loss_calculater GRPO, PPO's clipped surrogate; or leave out --critic",
+    )
     check_idle(configs, settings, configs.flags if chosen is None else chosen)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -566,6 +566,15 @@ class ForwardOptions:
     """Give entropies a gradient."""
     divergence: bool = False
     """Return the divergence from a teacher too, for forests with the teacher's likeliest ids."""
+    value_head: nn.Module | None = None
+    """Return its values too, as the last tensor."""
+    values_alone: bool = False
+    """Return the values alone."""
+
+    @property
+    def for_logprobs(self) -> ForwardOptions:
+        """The same options for logprobs and entropies alone."""
+        return replace(self, divergence=False, value_head=None)
 
 
 def forest_logprobs(
@@ -580,7 +589,9 @@ def forest_logprobs(
     """Return logprob (float32[T], with gradient) and entropy (float32[T]) of trainable tokens.
 
     With ``options.divergence``, a forest that has a teacher's likeliest ids gives a third tensor, the
-    ``reverse_kl`` (float32[T], with gradient) to the teacher.
+    ``reverse_kl`` (float32[T], with gradient) to the teacher. With ``options.value_head`` the last tensor is
+    the value (float32[T]) before each token. Its gradient ends at ``hidden``, and exists under ``no_grad``
+    too; that of ``options.values_alone`` reaches ``hidden``.
 
     Both are of softmax(logits / temperature), at the temperature that each token was sampled with and over
     the ids that it was sampled from.
@@ -594,6 +605,13 @@ def forest_logprobs(
     if mask is not None and chosen is not None:
         mask = mask.select(chosen)
     parents, ids = (torch.from_numpy(array).to(hidden.device) for array in (rows, forest.input_ids[target]))
+    values: tuple[Tensor, ...] = ()
+    if options.value_head is not None and options.values_alone:
+        return (options.value_head(hidden[parents].float()).reshape(len(parents)),)
+    if options.value_head is not None:
+        # Enable it: while the critic warms up, it alone is trained.
+        with torch.enable_grad():
+            values = (options.value_head(hidden.detach()[parents].float()).reshape(len(parents)),)
     logprobs, entropy = token_logprobs(
         hidden,
         head,
@@ -607,11 +625,11 @@ def forest_logprobs(
     )
     top = None if forest.columns is None else forest.columns.top.get(TEACHER)
     if top is None or not options.divergence:
-        return logprobs, entropy
+        return logprobs, entropy, *values
     if chosen is not None:
         top = top.select(chosen)
     divergence = reverse_kl(hidden, head, parents, ids, torch.from_numpy(temperature), logprobs, top, mask)
-    return logprobs, entropy, divergence
+    return logprobs, entropy, divergence, *values
 
 
 _ROWS = 256

@@ -61,6 +61,13 @@ SECTIONS: Final[dict[str, tuple[MetricDefinition, ...]]] = {
         _("published_update_share", "without LoRA: share of what training has changed since the base model that rounding leaves in the last published version, from rows of each weight; above 1 where most changes are rounded up", "≥ 0", "1 for a float32 model; for bfloat16 it begins low at small learning rates and rises; watch kl_k3"),
         _("updates", "optimizer updates of the step", "updates", "as configured"),
     ),
+    "Critic": (
+        _("explained_variance", "with a critic: 1 − Var(R − V) / Var(R) of its values V and its targets R, as the step begins; missing where all targets are equal", "≤ 1", "rises from 0; below 0, a constant would explain more"),
+        _("value_mean", "mean of V over the same tokens", "score", "near `reward`"),
+        _("value_loss", "mean of ½·(V − R)², clipped by --value_clip, over the tokens of an update that have a target", "score²", "falls, and rises while the policy learns"),
+        _("value_clipped_fraction", "share of these tokens whose value has moved by more than --value_clip in the step, and would move on", "0–1", "below 0.2; 0 in a step of one update"),
+        _("critic_grad_norm", "2-norm of the critic's gradient before it is clipped to --max_grad_norm", "–", "steady"),
+    ),
     "Staleness and queues": (
         _("staleness_mean", "mean age of the trainable tokens' policy version", "optimizer steps", "near --max_staleness"),
         _("staleness_max", "largest age of a trainable token", "optimizer steps", "that of the longest trajectory; at most --max_staleness with --staleness_policy mask or drop"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from agentrl.chat.model_folder import context_length
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AdapterConfig,
+    CriticConfig,
     MemoryConfig,
     ModelConfig,
     OptimConfig,
@@ -34,7 +36,7 @@ from agentrl.distributed.build_policy import (
     step_precision,
 )
 from agentrl.distributed.load_shards import load_shards
-from agentrl.distributed.mesh import Mesh, World, check_flags, plan_layout, single_process
+from agentrl.distributed.mesh import Layout, Mesh, World, check_flags, plan_layout, single_process
 from agentrl.distributed.parallel_model import ParallelModel, parallelize
 from agentrl.documents.training import BYTES_PER_TOKEN
 from agentrl.errors import ConfigError, ModelError
@@ -48,8 +50,12 @@ from agentrl.model.load import (
     load_model,
     load_policy,
     load_tokenizer,
+    placeholders,
 )
+from agentrl.model.lora import add_adapter
 from agentrl.model.norms import fuse_norms
+from agentrl.model.value_head import build_head
+from agentrl.train.critic import Critic, critic_module
 from agentrl.train.optimizer import build_optimizer, build_scheduler, freeze
 from agentrl.train.step import FrozenLogprobs, PolicyTrainer, Reference
 from agentrl.weights.folder import base_folder
@@ -104,6 +110,7 @@ def build_trainer(
         )
     layout = plan_layout(train, world.size)
     check_flags(layout, configs[AdapterConfig], memory)
+    check_critic(configs, layout)
     # Seed every rank alike: each draws the first numbers of the adapters, and keeps its shard of them.
     set_seed(configs[RunConfig].seed)
     policy = load(configs, weights, precision, world)
@@ -120,7 +127,10 @@ def build_trainer(
     model = split(policy, layout, configs, precision, world)
     # Build it after the split, which puts other parameters in place of the model's.
     optimizer = build_optimizer(policy.model, optim, memory)
-    scheduler = build_scheduler(optimizer, optim, total_steps)
+    warmup = configs[CriticConfig].critic_warmup_steps
+    scheduler = build_scheduler(
+        optimizer, optim, None if total_steps is None else max(1, total_steps - warmup)
+    )
     reference = build_reference(
         settings, flags, policy, model.mesh, world.device, precision.products, max_tokens=train.max_tokens
     )
@@ -142,6 +152,7 @@ def build_trainer(
         peak=device_peak(world.device, precision.products),
         recorded_tokens=int(train.token_statistics_mib * 2**20) // BYTES_PER_TOKEN,
         replay=replay,
+        critic=build_critic(configs, policy, model.mesh, world, precision, total_steps),
     )
 
 
@@ -152,7 +163,9 @@ def require_buildable(configs: Configs, world: World) -> None:
     """
     adapter, memory, train = configs[AdapterConfig], configs[MemoryConfig], configs[TrainConfig]
     flags, optim = configs[ModelConfig], configs[OptimConfig]
-    check_flags(plan_layout(train, world.size), adapter, memory)
+    layout = plan_layout(train, world.size)
+    check_flags(layout, adapter, memory)
+    check_critic(configs, layout)
     checkpointing_mode(memory, train.gradient_checkpointing)
     load_tokenizer(flags, base_folder(flags))
     context_length(flags, base_folder(flags))
@@ -189,14 +202,7 @@ def build_reference(
     base_folder(replace(config, model_name_or_path=str(folder)))
     is_shared = mesh.layout.world > 1
     model = (empty_model if is_shared else load_model)(folder, config, dtype)
-    expected, found = (
-        cast(nn.Embedding, item.get_input_embeddings()).num_embeddings for item in (policy.model, model)
-    )
-    if found != expected:
-        raise ModelError(
-            f"--reference_model {folder} has {found} token ids, and the policy {expected}",
-            hint="give a model with the policy's tokenizer",
-        )
+    require_vocabulary(policy, model, f"--reference_model {folder}")
     disable_dropout(model)
     fuse_norms(model)
     check_model(model)
@@ -212,6 +218,114 @@ def build_reference(
         load_shards(model, folder, device, config)
     logger.info("the reference model of %s is %s", loss.loss_calculater, folder)
     return Reference(parallel.to(device))
+
+
+def build_critic(
+    configs: Configs, policy: Policy, mesh: Mesh, world: World, precision: Precision, total_steps: int | None
+) -> Critic | None:
+    """Return the critic of ``--critic``; None without one.
+
+    A model of its own is loaded, split, sharded and recomputed like the policy, and has adapters if that has.
+    Raises ConfigError for a head that cannot be used, and ModelError for a folder that is not a model or
+    a model with another vocabulary.
+    """
+    config, optim, memory = configs[CriticConfig], configs[OptimConfig], configs[MemoryConfig]
+    if not config.is_on:
+        return None
+    trunk, owner = None, policy.model
+    if config.critic == "model":
+        trunk = _critic_trunk(configs, policy, mesh, world, precision)
+        owner = trunk.model
+    hidden_size = int(owner.config.get_text_config().hidden_size)
+    head = build_head(config.critic_head, hidden_size, world.device, configs[RunConfig].seed)
+    # AdamW moves each weight by the rate, and a value by the rate times the sum of a hidden state's sizes.
+    usual = 1e-5 if trunk is not None else 0.1 / hidden_size
+    own = replace(optim, learning_rate=config.critic_learning_rate or usual)
+    optimizer = build_optimizer(critic_module(head, trunk), own, memory)
+    return Critic(
+        config=config,
+        head=head,
+        trunk=trunk,
+        optimizer=optimizer,
+        scheduler=build_scheduler(optimizer, own, total_steps),
+        whitens=configs[TrainConfig].advantage_whitening == "batch",
+        max_grad_norm=optim.max_grad_norm,
+    )
+
+
+def _critic_trunk(
+    configs: Configs, policy: Policy, mesh: Mesh, world: World, precision: Precision
+) -> ParallelModel:
+    """Return the critic's own model, split and sharded like the policy's; its output head is not trained."""
+    flags, adapter, memory = configs[ModelConfig], configs[AdapterConfig], configs[MemoryConfig]
+    folder = Path(configs[CriticConfig].critic_model or policy.base)
+    if policy.pixels is not None:
+        raise ConfigError(
+            "--critic model with a vision model: the critic reads no images", hint="set --critic head"
+        )
+    base_folder(replace(flags, model_name_or_path=str(folder)))
+    is_shared, is_adapted = world.size > 1, adapter.lora_rank > 0
+    dtype = precision.products if is_adapted else precision.weights
+    model: Any = (empty_model if is_shared else load_model)(folder, flags, dtype)
+    require_vocabulary(policy, model, f"--critic_model {folder}")
+    disable_dropout(model)
+    fuse_norms(model)
+    check_model(model)
+    if is_adapted:
+        with placeholders(model) if is_shared else contextlib.nullcontext():
+            add_adapter(model, adapter, folder, None)
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if output is not embedding:  # nothing reads it
+        output.requires_grad_(requires_grad=False)
+    if not is_shared:
+        model.to(world.device)
+    enable_checkpointing(
+        model, checkpointing_mode(memory, configs[TrainConfig].gradient_checkpointing),
+        offload=memory.activation_offload and world.device.type != "cpu",
+    )  # fmt: skip
+    if memory.torch_compile:
+        compile_layers(model)
+    try:
+        parallel = parallelize(
+            model, mesh, max_tokens=configs[TrainConfig].max_tokens, reduction=memory.gradient_reduction,
+            precision=precision,
+        )  # fmt: skip
+    except ConfigError as error:
+        raise ConfigError(
+            f"--critic_model {folder} is split like the policy: {error.message}", hint=error.hint
+        ) from error
+    if is_shared:
+        load_shards(model, folder, world.device, flags)
+    logger.info("the critic begins from %s", folder)
+    return parallel.to(world.device)
+
+
+def require_vocabulary(policy: Policy, model: Any, what: str) -> None:
+    """Raise ModelError if ``model``, which the flag ``what`` gives, embeds other ids than the policy."""
+    expected, found = (
+        cast(nn.Embedding, item.get_input_embeddings()).num_embeddings for item in (policy.model, model)
+    )
+    if found != expected:
+        raise ModelError(
+            f"{what} has {found} token ids, and the policy {expected}",
+            hint="give a model with the policy's tokenizer",
+        )
+
+
+def check_critic(configs: Configs, layout: Layout) -> None:
+    """Raise ConfigError for a critic that the layout cannot train, and for a warm-up without an end."""
+    config, steps = configs[CriticConfig], configs[TrainConfig].max_steps
+    if config.is_on and layout.pp > 1:
+        raise ConfigError(
+            f"--critic {config.critic} with --pp_size {layout.pp}: the last stage alone would train it",
+            hint="set --pp_size 1: FSDP2 shards the layers over those processes too",
+        )
+    if config.is_on and 0 < steps <= config.critic_warmup_steps:
+        raise ConfigError(
+            f"--critic_warmup_steps {config.critic_warmup_steps} with --max_steps {steps}: the policy would"
+            " never be trained",
+            hint="lower --critic_warmup_steps, or raise --max_steps",
+        )
 
 
 def checkpointing_mode(config: MemoryConfig, gradient_checkpointing: bool) -> Checkpointing:

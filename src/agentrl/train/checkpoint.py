@@ -1,4 +1,4 @@
-"""Write and read checkpoints: model, optimizer, schedule, random states and the steps they contain.
+"""Write and read checkpoints: model, optimizer, critic, schedules, random states and the steps they contain.
 
 A checkpoint is a folder that is written atomically, in the background, from copies in host memory. Its model
 is what is published of the step, a Hugging Face folder that other tools load: both are written once, and
@@ -39,6 +39,7 @@ from agentrl.documents.training import (
 from agentrl.errors import ConfigError, ModelError, quoted
 from agentrl.model.load import Policy
 from agentrl.train.controller import Controller
+from agentrl.train.critic import Critic
 from agentrl.train.lease import ThreadFence
 from agentrl.train.optimizer import keep_hyperparameters, load_optimizer
 from agentrl.train.step import PolicyTrainer
@@ -75,7 +76,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
 logger = logging.getLogger(__name__)
 
 _TRAINER = "trainer.pt"
-_OPTIMIZER = "optimizer"
+_OPTIMIZER, _CRITIC = "optimizer", "critic"
 _MOMENTS = 2
 _UNREADABLE = (
     OSError, KeyError, ValueError, RuntimeError, EOFError, struct.error, pickle.UnpicklingError,
@@ -151,6 +152,8 @@ def begin(
     width = max(item.element_size() for item in policy.model.parameters() if item.requires_grad)
     own = width if policy.adapter is not None else (policy.own_dtype or policy.model.dtype).itemsize
     needed = of_model + (_MOMENTS + bool(policy.rounded_weights())) * of_model * width // own
+    if (critic := controller.trainer.critic) is not None:
+        needed += (1 + _MOMENTS) * sum(item.nbytes for item in critic.trained_weights().values())
     with explain_write_errors(target, needed), contextlib.ExitStack() as on_error:
         require_space(target, needed)
         temporary = begin_folder(target)
@@ -160,6 +163,8 @@ def begin(
         # Read them now: the next step changes them before ``finish`` writes them.
         scheduler = controller.trainer.scheduler.state_dict()
         of_trainer = {"scheduler": scheduler, "random": read_random_states()}
+        if (critic := controller.trainer.critic) is not None:
+            of_trainer[_CRITIC] = critic.scheduler.state_dict()
         on_error.pop_all()
     return Unfinished(target, temporary, state, policy, needed, writes, link, of_trainer)
 
@@ -234,7 +239,7 @@ def rename_reverted(
 
 
 def restore(checkpoint: Checkpoint, trainer: PolicyTrainer) -> None:
-    """Load optimizer, rounded weights, schedule and random states into a policy of ``checkpoint.model``.
+    """Load optimizer, rounded weights, critic, schedules and random states beside ``checkpoint.model``.
 
     Learning rate, betas, eps and weight decay are those of the flags, which may be new.
     """
@@ -244,12 +249,26 @@ def restore(checkpoint: Checkpoint, trainer: PolicyTrainer) -> None:
             load_optimizer(checkpoint.folder / _OPTIMIZER, trainer.policy.model, trainer.optimizer)
             content = torch.load(path, map_location="cpu", weights_only=True)
             trainer.scheduler.load_state_dict(content["scheduler"])
+        if trainer.critic is not None:
+            _restore_critic(checkpoint, trainer.critic, content)
         restore_random_states(content["random"])
     except _UNREADABLE as error:
         raise ModelError(
             f"{checkpoint.folder} cannot be restored: {error}",
             hint="resume from another checkpoint, or start with 'none'",
         ) from error
+
+
+def _restore_critic(checkpoint: Checkpoint, critic: Critic, content: dict[str, Any]) -> None:
+    folder = checkpoint.folder / _CRITIC
+    if _CRITIC not in content or not folder.is_dir():
+        raise ModelError(
+            f"{checkpoint.folder} holds no critic: its run was trained without one",
+            hint=f"start another run from its weights: --model_name_or_path {quoted(checkpoint.model)}",
+        )
+    with keep_hyperparameters(critic.optimizer, critic.scheduler):
+        load_optimizer(folder, critic.module, critic.optimizer)
+        critic.scheduler.load_state_dict(content[_CRITIC])
 
 
 def _lineage(root: Path, train_steps: Collection[str], attempt: int) -> list[Checkpoint]:

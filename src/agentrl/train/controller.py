@@ -127,17 +127,19 @@ def to_device(trainer: PolicyTrainer, device: torch.device) -> None:
         copy = torch.empty_like(tensor, device=device, pin_memory=to_host)
         return copy.copy_(tensor, non_blocking=True)
 
-    reference = trainer.frozen.reference
-    for model in (trainer.model, None if reference is None else reference.model):
+    reference, critic = trainer.frozen.reference, trainer.critic
+    of_critic = () if critic is None else (critic.head, critic.trunk)
+    for model in (trainer.model, None if reference is None else reference.model, *of_critic):
         if model is not None:
-            model._apply(moved)  # type: ignore[no-untyped-call]
+            model._apply(moved)
     if trainer.memory.optimizer_offload:  # the moments never stay on the device
         return
-    for state in trainer.optimizer.state.values():
-        for name, value in state.items():
-            # Leave step counters: AdamW reads them on the host, unless it is fused.
-            if isinstance(value, Tensor) and value.dim():
-                state[name] = moved(value)
+    for optimizer in (trainer.optimizer, *(() if critic is None else (critic.optimizer,))):
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                # Leave step counters: AdamW reads them on the host, unless it is fused.
+                if isinstance(value, Tensor) and value.dim():
+                    state[name] = moved(value)
 
 
 class Lane:
@@ -266,7 +268,7 @@ class RankWriter:
         return held
 
     def write_checkpoint(self, step: int, folder: Path, writes_model: bool) -> list[Future[Any]]:
-        """Write ``model``, unless it is linked from a version, and ``optimizer`` of a checkpoint."""
+        """Write ``model``, unless a version is linked, ``optimizer`` and ``critic`` of a checkpoint."""
         lane, policy, writes = self._checkpoints, self._trainer.policy, []
         if writes_model:
             adapter = self._adapter
@@ -279,6 +281,10 @@ class RankWriter:
         state = optimizer_state(policy.model, self._trainer.optimizer, policy.rounded_weights())
         staged: Any = self._stager.stage(state)
         writes.append(lane.submit(partial(write_optimizer, folder / "optimizer", staged, lane.group), len))
+        if (critic := self._trainer.critic) is not None:
+            state = optimizer_state(critic.module, critic.optimizer, critic.trained_weights())
+            staged = self._stager.stage(state)
+            writes.append(lane.submit(partial(write_optimizer, folder / "critic", staged, lane.group), len))
         return writes
 
     def close(self) -> None:

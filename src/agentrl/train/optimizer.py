@@ -286,6 +286,10 @@ def optimizer_state(
     model: Any, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
     """Return the optimizer's state and ``weights``, parameters of ``model`` by name; collective."""
+    if not optimizer.state:  # torch makes a step to have a state, which would count: Adam corrects by it
+        get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        for each in optimizer.state.values():
+            each["step"].zero_()
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     return state | {_WEIGHT + name: weight.detach() for name, weight in (weights or {}).items()}
 

@@ -24,6 +24,7 @@ from agentrl.chat.open_format import open_chat_format
 from agentrl.config.load import Configs, flag_names
 from agentrl.config.schema import (
     AdapterConfig,
+    CriticConfig,
     GroupConfig,
     LossConfig,
     MemoryConfig,
@@ -222,7 +223,7 @@ def fine_tune(configs: Configs) -> None:
 def check_flags(configs: Configs, read: Collection[str]) -> None:
     """Raise ConfigError for flags that name no data or no usable folder; ``read`` are those of training."""
     check_idle(configs, LossSettings(loss_calculater="CrossEntropy"), read)
-    of_training = {*flag_names(TrainConfig, LossConfig, GroupConfig), *_RL_ALONE}
+    of_training = {*flag_names(TrainConfig, LossConfig, GroupConfig, CriticConfig), *_RL_ALONE}
     if configs[TrainConfig].max_steps > 0:
         of_training.add("num_train_epochs")
     unread = sorted(configs.given & of_training - set(read))
@@ -376,7 +377,7 @@ def supervised(configs: Configs, max_tokens: int) -> Configs:
     )
     optim = replace(configs[OptimConfig], num_epochs_per_batch=1, mini_batches=1)
     train = replace(configs[TrainConfig], max_tokens=max_tokens, token_statistics_mib=0.0, publish="full")
-    return Configs([*configs, loss, optim, train], configs.given)
+    return Configs([*configs, loss, optim, train, CriticConfig()], configs.given)
 
 
 def _read(configs: Configs) -> tuple[list[DBRecordData], Images]:

@@ -24,6 +24,7 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AdapterConfig,
     ClaimConfig,
+    CriticConfig,
     EngineConfig,
     GroupConfig,
     LossConfig,
@@ -37,7 +38,14 @@ from agentrl.config.schema import (
 from agentrl.config.training import VERSION_LOGPROBS
 from agentrl.data.finalize_group import verifier
 from agentrl.data.planner import packing_problem
-from agentrl.data.stream import STEP_SOURCES, DataStream, StepSource, StreamSettings, freshness_of
+from agentrl.data.stream import (
+    STEP_SOURCES,
+    DataStream,
+    StepSource,
+    StreamSettings,
+    freshness_of,
+    whitens_data,
+)
 from agentrl.distributed.accelerate_config import with_launch_settings
 from agentrl.distributed.build_policy import step_precision
 from agentrl.distributed.mesh import World, launched_world
@@ -315,7 +323,7 @@ def _stream(store: Store, configs: Configs, controller: Controller, progress: Pr
         num_epochs=tasks.num_train_epochs,
         freshness=freshness_of(configs),
         max_trained_count=train.max_trained_count,
-        whitening=train.advantage_whitening,
+        whitens=whitens_data(configs),
         wait_seconds=train.data_wait_seconds,
         problem_of=partial(
             packing_problem,
@@ -326,7 +334,7 @@ def _stream(store: Store, configs: Configs, controller: Controller, progress: Pr
         ),
         engine_alive_seconds=configs[EngineConfig].alive_seconds,
     )
-    verify = verifier(store) if train.verify_data else None
+    verify = verifier(store, refuses_roles=configs[CriticConfig].is_on) if train.verify_data else None
     return DataStream(store, settings, progress.replay, verify=verify, attempt=progress.attempt)
 
 
@@ -436,7 +444,10 @@ async def _total_steps(store: Store, configs: Configs, stop: asyncio.Event) -> i
 
 def _parameters(configs: Configs) -> dict[str, Any]:
     """Return the flags that trackers record as hyperparameters."""
-    groups = (ModelConfig, GroupConfig, LossConfig, OptimConfig, AdapterConfig, MemoryConfig, TrainConfig)
+    groups = (
+        ModelConfig, GroupConfig, LossConfig, CriticConfig, OptimConfig, AdapterConfig, MemoryConfig,
+        TrainConfig,
+    )  # fmt: skip
     return {name: value for group in groups for name, value in vars(configs[group]).items()}
 
 

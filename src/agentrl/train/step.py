@@ -43,6 +43,7 @@ from agentrl.model.load import Policy
 from agentrl.model.logprobs import ForwardOptions
 from agentrl.model.lora import Adapter
 from agentrl.model.routing import RouterReplay
+from agentrl.train.critic import Critic, ValueLoss
 
 
 @dataclass(slots=True)
@@ -587,6 +588,8 @@ class PolicyTrainer:
     """Tokens of a step whose log-ratio and entropy are reported, at most."""
     replay: RouterReplay | None = None
     """Of a mixture's routers, which take the experts that the engine chose."""
+    critic: Critic | None = None
+    """Gives the advantages, and is trained beside the policy."""
 
     def train(
         self,
@@ -602,7 +605,7 @@ class PolicyTrainer:
         An update that is not finite ends the step before it; if it is the first, weights do not change. A
         step of which the loss chooses no data changes neither weights nor schedule. Trajectories that have
         no gradient (``has_gradient``) are not computed; they count in the loss's denominators, and an update
-        of these alone decays moments and weights.
+        of these alone decays moments and weights. With a critic all are computed: it learns from each.
         """
         data = self.settings.loss.choose(data)
         if not data:
@@ -611,11 +614,14 @@ class PolicyTrainer:
         with clean_step(self.model):
             watch = Stopwatch(self.policy.model.device)
             wholes = split_updates(data, self.mini_batches)
-            parts = [[item for item in whole if has_gradient(item, self.settings)] for whole in wholes]
-            idle = [[item for item in whole if not has_gradient(item, self.settings)] for whole in wholes]
+            parts = [[item for item in whole if self._is_computed(item)] for whole in wholes]
+            idle = [[item for item in whole if not self._is_computed(item)] for whole in wholes]
             updates = [
                 self.frozen.attach(self.model, self.pack(part, ages, images), self.options) for part in parts
             ]
+            values: dict[str, float] = {}
+            if self.critic is not None:
+                updates, values = self.critic.attach(self.model, updates, parts)
             watch.lap("pack")
             made: list[dict[str, Any]] = []
             recorded = recorders(parts, self.recorded_tokens, self.policy.model.device)
@@ -629,14 +635,18 @@ class PolicyTrainer:
                     logger.error("update %d of a step is not finite: the step ends before it", len(made) + 1)
                     break
                 made.append(result.metrics)
-            self.scheduler.step()
+            # Leave it where it is while the critic warms up: the policy's schedule begins after that.
+            if not self._is_frozen:
+                self.scheduler.step()
+            if self.critic is not None:
+                self.critic.scheduler.step()
             tokens = [
                 values for recorder in recorded[: len(made)] for values in recorder.collect(self.model.mesh)
             ]
         metrics = made[0]
         if len(parts) * self.epochs > 1:
             metrics = join_metrics(made, len(parts)) | {"updates": len(made)}
-        metrics |= {"seconds_pack": watch.seconds["pack"]}
+        metrics |= {"seconds_pack": watch.seconds["pack"], **values}
         if metrics["computed_fraction"] == 1:  # a step that computes all of its data says nothing of it
             del metrics["computed_fraction"]
         computed = call_tokens([item for part in parts for item in part])
@@ -657,6 +667,14 @@ class PolicyTrainer:
             max_tokens=self.max_tokens, merging=self.prefix_merging, ages=ages, images=images,
         )  # fmt: skip
 
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether the critic alone is trained."""
+        return self.critic is not None and self.critic.is_warming_up
+
+    def _is_computed(self, item: DBRecordData) -> bool:
+        return self.critic is not None or has_gradient(item, self.settings)
+
     def add_gradients(
         self,
         forests: Sequence[TokenForest],
@@ -666,8 +684,9 @@ class PolicyTrainer:
     ) -> dict[str, Any]:
         """Run ``forward_backward`` with the run's loss; ``others`` are more of its arguments."""
         return forward_backward(
-            self.model, forests, self.settings, options=self.options, data=data, watch=watch, **others
-        )
+            self.model, forests, self.settings, options=self.options, data=data, watch=watch,
+            critic=self.critic, **others,
+        )  # fmt: skip
 
     def _update(
         self,
@@ -687,13 +706,25 @@ class PolicyTrainer:
             for parameter in self.model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        grad_norm = self.model.clip_gradients(self.max_grad_norm)
+        is_frozen, critic = self._is_frozen, self.critic
+        grad_norm = 0.0 if is_frozen else self.model.clip_gradients(self.max_grad_norm)
+        learning_rate = 0.0 if is_frozen else float(self.optimizer.param_groups[0]["lr"])
+        if critic is not None:
+            metrics["critic_grad_norm"] = critic.clip_gradients(self.model.mesh)
         # Judge by numbers that are equal on every rank: all of them step, or none does.
-        is_finite = math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)
-        learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        if is_finite:
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        judged = (
+            metrics["loss"],
+            grad_norm,
+            metrics.get("value_loss", 0.0),
+            metrics.get("critic_grad_norm", 0.0),
+        )
+        is_finite = all(map(math.isfinite, judged))
+        for optimizer, is_idle in (
+            (self.optimizer, is_frozen), *(() if critic is None else ((critic.optimizer, False),)),
+        ):  # fmt: skip
+            if is_finite and not is_idle:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         watch.lap("optimizer")
         model = self.policy.model
         speed = speed_metrics(
@@ -770,18 +801,20 @@ def forward_backward(
     recorder: TokenRecorder | None = None,
     data: Sequence[DBRecordData] = (),
     left_out: Sequence[DBRecordData] = (),
+    critic: Critic | None = None,
 ) -> dict[str, Any]:
     """Add the gradients of one update's loss to ``model``, one micro-batch at a time, and report the update.
 
     ``forests`` are this rank's micro-batches. Loss and gradients are those of all ranks' forests in one
     batch, however trajectories are merged, split and distributed. ``watch`` gets the seconds of ``forward``
     and ``backward``, ``recorder`` the values of single tokens. ``data`` are the update's, of all ranks: a
-    loss that compares trajectories reads them. ``left_out`` are in no forest but in the denominators.
+    loss that compares trajectories reads them. ``left_out`` are in no forest but in the denominators. The
+    ``critic``, if there is one, gets gradients too, alone while it warms up.
 
     Returns ``loss``, ``tokens``, ``trainable_tokens`` and ``trajectories`` of all ranks, the share of the
     trainable tokens that are in a forest as ``computed_fraction``, and everything in
-    ``TokenMetrics.report``. Raises ForestError if no token is trainable, ConfigError for a loss or correction
-    that does not exist, ModelError for a model that is not exact on the forests.
+    ``TokenMetrics.report`` and ``ValueLoss.report``. Raises ForestError if no token is trainable, ConfigError
+    for a loss or correction that does not exist, ModelError for a model that is not exact on the forests.
     """
     options = replace(
         options or ForwardOptions(), entropy_gradient=settings.entropy_coef > 0,
@@ -789,12 +822,27 @@ def forward_backward(
     )  # fmt: skip
     watch = watch or Stopwatch(model.model.device)
     loss = StepLoss.start(model, forests, settings, options, recorder, data, left_out)
-    # A pipeline's stages before the last have no logprobs: they take the gradient of the stage after them.
-    for forest, values in model.micro_batches(forests, options, watch):
-        part = loss.add(forest, *values)
-        watch.lap("forward")
-        torch.autograd.backward(part)
-        watch.lap("backward")
+    value_loss, is_frozen = None, False
+    if critic is not None:
+        value_loss = ValueLoss.start(forests, model.mesh, model.model.device, critic.config.value_clip)
+        options, is_frozen = critic.options(options), critic.is_warming_up
+    with torch.set_grad_enabled(not is_frozen):
+        # A pipeline's stages before the last have no logprobs: they take the gradient of the one after them.
+        for forest, outputs in model.micro_batches(forests, options, watch):
+            parts = []
+            if value_loss is not None and options.value_head is not None:
+                with torch.enable_grad():
+                    parts.append(value_loss.add(forest, outputs[-1]))
+                outputs = outputs[:-1]
+            part = loss.add(forest, *outputs)
+            watch.lap("forward")
+            if parts or not is_frozen:
+                torch.autograd.backward(parts if is_frozen else [part, *parts])
+            watch.lap("backward")
+    if is_frozen:
+        model.release_gathered()
+    if critic is not None and value_loss is not None:
+        critic.train_own_model(forests, value_loss, watch)
     report = model.mesh.sum_reports(loss.report())
     return {
         "loss": report.loss,
@@ -803,4 +851,5 @@ def forward_backward(
         "trajectories": round(loss.whole.trajectories),
         "computed_fraction": report.tokens / loss.whole.tokens,
         **report.report(),
+        **({} if value_loss is None else value_loss.report(model.mesh)),
     }

@@ -65,6 +65,11 @@ def test_gradients_are_reduced_once_a_step_and_an_aborted_step_leaves_none() -> 
     assert "every: " in told
 
 
+def test_a_critic_is_trained_as_in_one_process_and_resumes_in_another_layout(tmp_path: Path) -> None:
+    """cp2 shards and splits tokens; the other layouts are run by hand."""
+    assert good(run_together(2, "critic.py", "cp2", "--folder", str(tmp_path))) == ["cp2_head", "cp2_model"]
+
+
 def test_one_file_of_weights_is_in_memory_and_a_full_disk_leaves_the_processes_in_step(
     tmp_path: Path,
 ) -> None:

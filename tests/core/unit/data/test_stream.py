@@ -501,7 +501,7 @@ async def take(data: Sequence[DBRecordData], replay: Any = None, step: int = 1, 
     store.add(*data)
     settings = StreamSettings(
         groups_per_step=2, num_epochs=1, freshness=Freshness(**{"max_staleness": 2, **freshness}),
-        whitening="batch", wait_seconds=30.0,
+        whitens=True, wait_seconds=30.0,
     )  # fmt: skip
     found = await DataStream(store, settings, replay).take(step)
     assert found is not None

@@ -111,9 +111,15 @@ REFUSED: tuple[tuple[str, Any, Mapping[str, Any], Mapping[str, Any]], ...] = (
     ("full_every", 9, {"lora_rank": 2}, {"lora_rank": 2, "publish": "delta"}),
     ("lora_alpha", 8, {}, {"lora_rank": 2}),
     ("lora_target_modules", "q_proj", {}, {"lora_rank": 2}),
+    *((flag, value, {}, {"critic": "head"}) for flag, value in {
+        "critic_head": "m:f", "critic_learning_rate": 0.1, "critic_warmup_steps": 2, "gamma": 0.9,
+        "gae_lambda": 0.9, "gae_over": "turns",
+    }.items()),
+    ("value_clip", 0.1, {}, {"critic": "head", "mini_batches": 2}),
+    ("value_clip", 0.1, {"critic": "head"}, {"critic": "head", "num_epochs_per_batch": 2}),
     ("trace_content", True, {}, {"trace": "sqlite:///t.db"}),
     ("trace_queue", 9, {}, {"trace": "sqlite:///t.db"}),
-)
+)  # fmt: skip
 """(Flag, value, flags with which it changes nothing, flags with which it does), whatever the loss is."""
 LOSSES_NAMED = sorted(LOSSES.names())
 
@@ -265,6 +271,10 @@ def test_a_flag_that_a_property_reads_changes_it() -> None:
 @pytest.mark.parametrize("loss", LOSSES_NAMED)
 def test_flags_without_effect_are_refused_with_every_loss(loss: str) -> None:
     for flag, value, without, needed in REFUSED:
+        if "critic" in needed and not LOSSES.get(loss).reads_advantage:
+            with pytest.raises(ConfigError, match=f"--critic head with --loss_calculater {loss}"):
+                check_loss(configs_of(loss, critic="head"))
+            continue
         with pytest.raises(ConfigError, match=f"--{flag} ") as refused:
             check_loss(configs_of(loss, **without, **{flag: value}))
         assert refused.value.hint
