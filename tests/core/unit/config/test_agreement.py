@@ -11,10 +11,11 @@ import pytest
 from parsed_flags import parsed
 
 from agentrl.cli import services
-from agentrl.config.agreement import require_trainable, trainer_settings
+from agentrl.config.agreement import require_trainable, sampler_settings, trainer_settings
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
+    CriticConfig,
     EngineConfig,
     GroupConfig,
     LossConfig,
@@ -32,7 +33,7 @@ GROUPS = 3
 
 def is_refused(sampling: SamplingConfig, training: TrainConfig) -> bool:
     try:
-        others = [AgentConfig(), GroupConfig(), LossConfig(), OptimConfig(), EngineConfig()]
+        others = [AgentConfig(), GroupConfig(), LossConfig(), CriticConfig(), OptimConfig(), EngineConfig()]
         require_trainable(Configs([sampling, training, *others]))
     except ConfigError:
         return True
@@ -179,3 +180,37 @@ def test_old_logprobs_of_versions_are_refused_where_none_could_be_computed(words
         require_trainable(parsed("--old_logprobs", "version", *words.split()))
     assert hint in str(refused.value.hint)
     require_trainable(parsed("--old_logprobs", "version", "--columns", "teacher,version_logprobs"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--advantage leave_one_out", "--critic head with --advantage leave_one_out"),
+        ("--drop_zero_advantage true", "--critic head with --drop_zero_advantage true"),
+        ("--minimal_advantage 0.1", "--critic head with --minimal_advantage 0.1"),
+        ("--min_score_spread 0.1", "--critic head with --min_score_spread 0.1"),
+        ("--clamp_advantage_by_score true", "--critic head with --clamp_advantage_by_score true"),
+        ("--staleness_policy decay --out_of_date_decay 0.5", "--critic head with --staleness_policy decay"),
+    ],
+)
+def test_a_critic_needs_the_rewards_of_all_trajectories(flags: str, said: str) -> None:
+    words = ["--recipe", "ppo", "--critic", "head", "--advantage_whitening", "none"]
+    require_trainable(parsed(*words))
+    for command in ("agentrl sample", "agentrl train"):
+        with pytest.raises(ConfigError, match=said) as refused:
+            require_trainable(parsed(*words, *shlex.split(flags), command=command))
+        assert refused.value.hint
+
+
+def test_a_run_with_a_critic_agrees_about_rewards_and_a_run_without_about_no_critic() -> None:
+    """A sampler that makes other advantages is refused, whichever of the two starts first."""
+    found, without = (
+        trainer_settings(configs, LossSettings.of(configs[LossConfig]))
+        for configs in (parsed("--recipe", "ppo"), parsed())
+    )
+    assert found["groups"] == sampler_settings(parsed("--recipe", "ppo"))["groups"]
+    assert found["groups"]["advantage"] == "reward"
+    assert (found["critic"]["critic"], without["critic"]["critic"]) == ("model", "off")
+    assert "groups" not in without
+    with pytest.raises(ConfigError, match="--critic_model x with --critic head"):
+        CriticConfig(critic="head", critic_model="x")

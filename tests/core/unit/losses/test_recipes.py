@@ -197,6 +197,7 @@ EXPECTED = {
     "verl": over_tokens(VERL),
     "gdpo": over_tokens(ppo(LOG_R, 0.8, 1.2, dual=3.0, advantages=WHITE)),
     "gigpo": over_tokens(plus(VERL, k3_to_reference, 0.01)),
+    "ppo": over_tokens(ppo(LOG_R, 0.8, 1.2, dual=3.0, advantages=WHITE)),
     "verl-gspo": over_trajectories(ppo(MEAN_R, 1 - 3e-4, 1 + 4e-4)),
     "verl-decoupled": over_tokens(times(VERL, capped(LOG_W, 2.0))),
     "verl-bypass": over_tokens(times(BYPASS, inside(LOG_RHO, 0.5, 2.0))),
