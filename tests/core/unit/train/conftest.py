@@ -18,7 +18,7 @@ from training_data import group, training_configs
 
 from agentrl.base.device_lease import DeviceLease
 from agentrl.base.folder_owner import Owner
-from agentrl.config.schema import ModelConfig, OptimConfig, RunConfig, TrainConfig
+from agentrl.config.schema import CriticConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from agentrl.data.stream import DataStream, Freshness, StreamSettings
 from agentrl.distributed.mesh import leave_processes, single_process
 from agentrl.observe.progress import StepView
@@ -74,14 +74,17 @@ def starter(base: Path) -> Callable[..., Any]:
 def _starter(base: Path, store: FakeStore, output: Path) -> Callable[..., Any]:
     async def begin(
         choice: str = "auto", max_staleness: int = 0, freshness: Freshness = FRESH,
-        device: DeviceLease | None = None, **changes: Any
+        device: DeviceLease | None = None, critic: CriticConfig | None = None, **changes: Any
     ) -> Trainer:  # fmt: skip
         config = TrainConfig(**{"groups_per_step": 2, "save_steps": 1, "publish": "full", **changes})
         lease = HeldTrainerLease(store, await store.trainer_lease.acquire("me", "h", 1, 60.0), 60.0)
         steps = await store.steps.find()
         found = checkpoint.find(output, choice, steps, run_name="run", base=base)
         recipe = training_configs(
-            ModelConfig(model_name_or_path=str(base)), OptimConfig(learning_rate=1e-2), config
+            ModelConfig(model_name_or_path=str(base)),
+            OptimConfig(learning_rate=1e-2),
+            config,
+            critic or CriticConfig(),
         )
         weights = found.model if found else None
         controller = lead(single_process(), lambda: build_trainer(recipe, weights=weights, total_steps=None))

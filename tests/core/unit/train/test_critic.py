@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock, patch
 
 import numpy as np
 import pytest
 import torch
+from fake_store import FakeStore
 from tiny_models import chains, tree
 from tiny_policy import write_tiny_policy
 from tiny_trainer import DATA, have_same_weights, tiny_trainer
 from torch import nn
 
 from agentrl.config.load import Configs
-from agentrl.config.schema import GROUPS
+from agentrl.config.schema import GROUPS, CriticConfig
+from agentrl.data import finalize_group
 from agentrl.data.stream import whitened
 from agentrl.distributed.mesh import Layout, single_process
 from agentrl.documents.training import CheckpointState, DBRecordData
 from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.value import value_losses
 from agentrl.model.value_head import VALUE_HEADS
+from agentrl.observe.metric_definitions import DEFINITIONS
 from agentrl.train import checkpoint
 from agentrl.train.build import build_trainer, check_critic
 from agentrl.train.controller import Controller, lead
@@ -310,3 +315,39 @@ def test_a_head_that_cannot_be_used_is_named(base: Path, make: Any, said: str) -
     VALUE_HEADS.add(make, "mine")
     with pytest.raises(ConfigError, match=f"the value head mine cannot be used: .*{said}"):
         trainer(base, critic_head="mine")
+
+
+@pytest.mark.parametrize("publish", ["delta"])
+async def test_a_run_publishes_in_the_warm_up_too_and_goes_on_in_it(
+    store: FakeStore, start: Any, publish: str
+) -> None:
+    """Versions of equal weights are published, so that no sampler waits; each metric has a definition."""
+    flags = {"max_steps": 3, "publish": publish, "save_total_limit": 9}
+    critic = CriticConfig(critic="head", critic_warmup_steps=2)
+    first = await start(critic=critic, **flags)
+    await first.run()
+    for step in (2, 3):
+        shutil.rmtree(first.publisher.folders.output / f"checkpoint-00000{step}")
+    assert len({store.versions[number].digest for number in (1, 2)}) == 1 < len(store.versions)
+    resumed = await start(critic=critic, **flags)
+    assert (resumed.progress.step, resumed.controller.trainer.critic.is_warming_up) == (1, True)
+    await resumed.run()
+    found = [
+        [step.metrics for step in store.train_steps.values() if step.id.startswith(f"{attempt}/")]
+        for attempt in (1, 2)
+    ]
+    assert [each["lr"] for each in found[0]] == [0.0, 0.0, 1e-2]
+    for name in ("loss", "value_loss", "explained_variance", "critic_grad_norm", "grad_norm"):
+        assert [each[name] for each in found[0][1:]] == [each[name] for each in found[1]], name
+    assert set(found[1][-1]) <= set(DEFINITIONS)
+
+
+async def test_groups_whose_scorer_rewards_roles_are_refused_by_name() -> None:
+    """One critic cannot tell the rewards of roles apart."""
+    records = [SimpleNamespace(role_rewards={"solver": 1.0})]
+    groups = SimpleNamespace(stored=AsyncMock(return_value=SimpleNamespace(records=records)))
+    with patch.object(finalize_group, "group_problem", return_value=None):
+        for refuses, found in ((False, {}), (True, "its scorer rewards roles")):
+            verify = finalize_group.verifier(SimpleNamespace(groups=groups), refuses_roles=refuses)  # type: ignore[arg-type]
+            problems = await verify(DATA[:1])
+            assert found in problems[DATA[0].task] if refuses else problems == found
