@@ -154,6 +154,7 @@ TRAINER: Final = "trainer"
 
 SETTINGS: Final = (
     "tasks", "model", "files", "chat", "sampling", "temperature", "groups", "rollouts", "loss", "adapter",
+    "critic",
 )  # fmt: skip
 """Concerns that the processes of a run must agree on; each is the ``_id`` of a document of ``Settings``."""
 

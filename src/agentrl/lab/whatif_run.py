@@ -586,7 +586,7 @@ async def _begin_child(source: Store, wanted: Relative, child: RunConfig) -> Non
                 hint=f"give another name; `agentrl status {name}` shows that run",
             )
         for item in (await source.settings.all()).values():
-            if item.id not in ("loss", "adapter", "rollouts"):  # its trainer stores these
+            if item.id not in ("loss", "adapter", "rollouts", "critic"):  # its trainer stores these
                 new = {key: wanted.changed.get(key, [None, value])[1] for key, value in item.values.items()}
                 await store.settings.begin(item.id, new, "whatif")
         await store.ancestry.begin(wanted)

@@ -140,7 +140,7 @@ async def test_a_step_has_the_flags_of_the_trainer_that_made_it(
     assert [found[step.id].values["learning_rate"] for step in steps] == [1e-3, 1e-3, 5e-4, 5e-4, 1e-3]
     assert [found[step.id].values["max_steps"] for step in steps] == [8, 8, 5, 5, 8]
     assert (await store.settings.resolved())["train"].id == "flags/train@7"
-    assert set(await store.settings.all()) == {"rollouts", "loss", "adapter"}
+    assert set(await store.settings.all()) == {"rollouts", "loss", "adapter", "critic"}
     assert "hunter2" not in str(await store.database["Settings"].find({}).to_list())
 
 
