@@ -34,7 +34,7 @@ AgreedSettings = dict[str, dict[str, Any]]
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "tokenizers", "pymongo", "mcp")
 _SAMPLED = ("tool_call_parser", "agent_name", "system_prompt", "query_prompt", "new_context")
-_OF_CRITIC = ("critic", "critic_model", "critic_head", "gamma", "gae_lambda", "gae_over", "value_clip")
+_OF_CRITIC = ("critic", "critic_head", "gamma", "gae_lambda", "gae_over", "value_clip")
 _ARCHITECTURE = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "intermediate_size",
@@ -132,7 +132,7 @@ def require_trainable(configs: Configs) -> None:
     _require_whitening(configs[GroupConfig], configs[TrainConfig])
     _require_warm(configs[SamplingConfig])
     if configs[CriticConfig].is_on:
-        _require_rewards(configs)
+        require_rewards(configs)
     if configs[LossConfig].old_logprobs == "version":
         require_versions(configs)
 
@@ -199,8 +199,8 @@ def _require_whitening(groups: GroupConfig, training: TrainConfig) -> None:
         )
 
 
-def _require_rewards(configs: Configs) -> None:
-    """Refuse flags with which stored advantages are not the rewards that a critic learns from.
+def require_rewards(configs: Configs) -> None:
+    """Raise ConfigError for flags with which stored advantages are not the rewards that a critic learns.
 
     Trajectories without a reward, and groups of equal scores, teach it as much as others.
     """
@@ -211,10 +211,13 @@ def _require_rewards(configs: Configs) -> None:
         ("minimal_advantage", 0.0, "it would not see small rewards"),
         ("min_score_spread", 0.0, "it would not see the tasks that always or never succeed"),
         ("clamp_advantage_by_score", False, "it would see other rewards than those of the scores"),
+        ("balance_sample", False, "it would see as many failures as successes, whatever the policy's are"),
+        ("baseline", "none", "it takes its own values for the baseline"),
+        ("turn_discount", 0.0, "it discounts by --gamma, and these rewards would be sums already"),
     ):
         value = getattr(groups, name)
         require(
-            value == needed,
+            (value or 0.0) == needed if isinstance(needed, float) else value == needed,
             f"--critic {critic} with --{name} {_shown(value)}: {why}",
             f"set --{name} {_shown(needed)} for samplers and the trainer; --recipe ppo has all of them",
         )
@@ -222,6 +225,12 @@ def _require_rewards(configs: Configs) -> None:
         configs[TrainConfig].staleness_policy != "decay",
         f"--critic {critic} with --staleness_policy decay: it would make rewards smaller, not advantages",
         "use keep, mask or drop",
+    )
+    require(
+        configs[TrainConfig].verify_data,
+        f"--critic {critic} with --verify_data false: groups whose scorer rewards roles would be trained, and"
+        " one critic cannot tell the rewards of roles apart",
+        "leave out --verify_data",
     )
 
 

@@ -279,6 +279,9 @@ def attempt_of(step_id: str) -> int:
     return int(step_id.split("/")[0])
 
 
+JUDGED: Final = ("loss", "grad_norm", "value_loss", "critic_grad_norm")
+"""Metrics of a step that must be finite, as far as it has them; otherwise it is undone."""
+
 BYTES_PER_TOKEN: Final = 4
 """Packed bytes of one token: two float16."""
 

@@ -20,9 +20,17 @@ from numpy.typing import NDArray
 
 from agentrl.base.concurrency import end_tasks
 from agentrl.base.user_code import allow
+from agentrl.config.agreement import require_rewards
 from agentrl.config.flags import require
 from agentrl.config.load import Configs
-from agentrl.config.schema import GroupConfig, ModelConfig, RunConfig, SamplingConfig, TrainConfig
+from agentrl.config.schema import (
+    CriticConfig,
+    GroupConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainConfig,
+)
 from agentrl.data.finalize_group import verifier
 from agentrl.data.planner import build_micro_batches
 from agentrl.data.stream import (
@@ -479,6 +487,13 @@ async def _wanted(source: Store, here: Configs, steps: Sequence[TrainStep]) -> R
 def _require_usable(child: Configs, given: Collection[str]) -> None:
     """Raise ConfigError for flags with which no step could be trained, before the child is begun."""
     check_loss(child, given)
+    if (critic := child[CriticConfig]).is_on:
+        require_rewards(child)
+        require(
+            "scorer" not in given,
+            f"--scorer with --critic {critic.critic}: it may reward roles, which a critic cannot tell apart",
+            "score a copy of the run again (agentrl db rescore), and start another run from its model",
+        )
     require(
         "max_staleness" not in given or child[TrainConfig].staleness_policy in ("mask", "decay"),
         "--max_staleness without a --staleness_policy that reads it: a stored step is trained whole, whatever"

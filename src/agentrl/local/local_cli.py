@@ -261,7 +261,11 @@ def _search(configs: Configs) -> tuple[Search, PlannedServices | None]:
         network_gbps=flags.network_gbps,
     )
     engine = parse_gpus(flags.engine_gpu).gpu if flags.engine_gpu else cluster.gpu
-    from agentrl.local.plan.memory import open_model, reference_parameters  # torch: after what can be wrong
+    from agentrl.local.plan.memory import (  # torch: after what can be wrong
+        critic_parameters,
+        open_model,
+        reference_parameters,
+    )
     from agentrl.local.plan.search import Search, build_workload, size_services
 
     work = build_workload(configs)
@@ -270,6 +274,7 @@ def _search(configs: Configs) -> tuple[Search, PlannedServices | None]:
     search = Search(
         model=model, work=work, cluster=cluster, configs=configs,
         reference_parameters=reference_parameters(configs, model),
+        critic_parameters=critic_parameters(configs, model),
     )  # fmt: skip
     search.run()
     fitting = next((item for item in search.verdicts if item.state == "fits"), None)

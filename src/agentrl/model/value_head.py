@@ -51,6 +51,10 @@ def build_head(name: str, hidden_size: int, device: torch.device, seed: int) -> 
             raise ValueError(f"it returned a tensor of shape {list(found.shape)} for 2 hidden states")
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError("it has nothing to train")
+        kept = [name for name, item in module.named_parameters() if not item.requires_grad]
+        if kept := [*kept, *dict(module.named_buffers())]:
+            # A checkpoint has what is trained, and buffers would differ between ranks.
+            raise ValueError(f"{kept[0]} is not trained, and no checkpoint would hold it")
         return module
 
     with torch.random.fork_rng(devices=[]):

@@ -15,6 +15,7 @@ import torch
 from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import AutoConfig
 
 from agentrl.chat.model_folder import context_length
 from agentrl.config.load import Configs
@@ -169,6 +170,8 @@ def require_buildable(configs: Configs, world: World) -> None:
     checkpointing_mode(memory, train.gradient_checkpointing)
     load_tokenizer(flags, base_folder(flags))
     context_length(flags, base_folder(flags))
+    if configs[CriticConfig].is_on:
+        _check_critic_model(configs)
     if flags.reference_model is not None and LossSettings.of_run(configs).needs_reference:
         base_folder(replace(flags, model_name_or_path=flags.reference_model))
     if train.max_steps > 0:  # else the tasks say how many steps there are
@@ -232,6 +235,7 @@ def build_critic(
     config, optim, memory = configs[CriticConfig], configs[OptimConfig], configs[MemoryConfig]
     if not config.is_on:
         return None
+    _require_policy_steps(config, total_steps, "the number of tasks")
     trunk, owner = None, policy.model
     if config.critic == "model":
         trunk = _critic_trunk(configs, policy, mesh, world, precision)
@@ -320,12 +324,36 @@ def check_critic(configs: Configs, layout: Layout) -> None:
             f"--critic {config.critic} with --pp_size {layout.pp}: the last stage alone would train it",
             hint="set --pp_size 1: FSDP2 shards the layers over those processes too",
         )
-    if config.is_on and 0 < steps <= config.critic_warmup_steps:
+    if config.is_on and steps > 0:
+        _require_policy_steps(config, steps, "--max_steps")
+
+
+def _require_policy_steps(config: CriticConfig, steps: int | None, limit: str) -> None:
+    """Raise ConfigError for a warm-up as long as the run, whose ``steps`` are those of ``limit``."""
+    if steps is not None and steps <= config.critic_warmup_steps:
         raise ConfigError(
-            f"--critic_warmup_steps {config.critic_warmup_steps} with --max_steps {steps}: the policy would"
-            " never be trained",
-            hint="lower --critic_warmup_steps, or raise --max_steps",
+            f"--critic_warmup_steps {config.critic_warmup_steps} in a run of {steps} steps, by {limit}: the"
+            " policy would never be trained",
+            hint="lower --critic_warmup_steps, or raise --max_steps or --num_train_epochs",
         )
+
+
+def _check_critic_model(configs: Configs) -> None:
+    """Raise ModelError or ConfigError for a critic that ``build_critic`` refuses. Reads no weights."""
+    config, flags = configs[CriticConfig], configs[ModelConfig]
+    policy = folder = base_folder(flags)
+    if config.critic == "model" and config.critic_model is not None:
+        folder = base_folder(replace(flags, model_name_or_path=config.critic_model))
+    expected, found = (
+        AutoConfig.from_pretrained(str(each), trust_remote_code=flags.trust_remote_code).get_text_config()
+        for each in (policy, folder)
+    )
+    if found.vocab_size != expected.vocab_size:
+        raise ModelError(
+            f"--critic_model {folder} has {found.vocab_size} token ids, and the policy {expected.vocab_size}",
+            hint="give a model with the policy's tokenizer",
+        )
+    build_head(config.critic_head, int(found.hidden_size), torch.device("cpu"), seed=0)
 
 
 def checkpointing_mode(config: MemoryConfig, gradient_checkpointing: bool) -> Checkpointing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from agentrl.data.stream import StepData, StepSource
 from agentrl.documents.model_call import pack_halves
 from agentrl.documents.run import Doing
 from agentrl.documents.status import TrainerEnd, Work
-from agentrl.documents.training import TokenSpan, TokenStatistics, TrainStep, statistics_key
+from agentrl.documents.training import JUDGED, TokenSpan, TokenStatistics, TrainStep, statistics_key
 from agentrl.errors import AgentRLError, PublishError, TrainingError
 from agentrl.observe.progress import StepView
 from agentrl.observe.terminal import excerpt
@@ -202,9 +203,11 @@ class Trainer:
     async def _skip(self, plan: TrainStep, metrics: dict[str, Any]) -> None:
         """Undo a step whose loss or gradient is not finite; its data are retried after other data."""
         self.skipped += 1
+        judged = {name: metrics[name] for name in JUDGED if name in metrics}
+        is_critics = all(math.isfinite(metrics[name]) for name in ("loss", "grad_norm"))
         logger.error(
-            "step %d is skipped: loss %s, gradient norm %s; data: %s",
-            plan.step, metrics["loss"], metrics["grad_norm"], ", ".join(plan.data),
+            "step %d is skipped: %s; data: %s", plan.step,
+            ", ".join(f"{name} {value}" for name, value in judged.items()), ", ".join(plan.data),
         )  # fmt: skip
         # Stop prefetching: it chooses data of the step after this one, which is tried again first.
         await self.stream.close()
@@ -213,7 +216,8 @@ class Trainer:
         if self.skipped >= self.config.max_bad_steps:
             raise TrainingError(
                 f"the loss or gradient of step {plan.step} was not finite {self.skipped} times in a row",
-                hint="lower --learning_rate, or train in float32 (--dtype float32 --autocast_bf16 false);"
+                hint=f"lower --{'critic_' if is_critics else ''}learning_rate, or train in float32 (--dtype"
+                " float32 --autocast_bf16 false);"
                 " the log names the trajectories, `agentrl audit record ID` shows one",
             )
 

@@ -24,7 +24,7 @@ from agentrl.distributed.fsdp import clean_step
 from agentrl.distributed.mesh import Mesh
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.images import Image
-from agentrl.documents.training import DBRecordData, TrainableSpan
+from agentrl.documents.training import JUDGED, DBRecordData, TrainableSpan
 from agentrl.errors import ForestError, TrainingError, first_line
 from agentrl.losses.compute import (
     DIVERGENCE,
@@ -621,7 +621,8 @@ class PolicyTrainer:
             ]
             values: dict[str, float] = {}
             if self.critic is not None:
-                updates, values = self.critic.attach(self.model, updates, parts)
+                with explain_out_of_memory(self.memory, self.max_tokens, ranks=self.model.mesh.layout.world):
+                    updates, values = self.critic.attach(self.model, updates, parts)
             watch.lap("pack")
             made: list[dict[str, Any]] = []
             recorded = recorders(parts, self.recorded_tokens, self.policy.model.device)
@@ -712,13 +713,8 @@ class PolicyTrainer:
         if critic is not None:
             metrics["critic_grad_norm"] = critic.clip_gradients(self.model.mesh)
         # Judge by numbers that are equal on every rank: all of them step, or none does.
-        judged = (
-            metrics["loss"],
-            grad_norm,
-            metrics.get("value_loss", 0.0),
-            metrics.get("critic_grad_norm", 0.0),
-        )
-        is_finite = all(map(math.isfinite, judged))
+        judged = {**metrics, "grad_norm": grad_norm}
+        is_finite = all(math.isfinite(judged[name]) for name in JUDGED if name in judged)
         for optimizer, is_idle in (
             (self.optimizer, is_frozen), *(() if critic is None else ((critic.optimizer, False),)),
         ):  # fmt: skip

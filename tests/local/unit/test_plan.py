@@ -153,6 +153,15 @@ def test_the_reference_model_is_counted(folder: Path, plan: Plan) -> None:
         )
 
 
+def test_a_critics_own_model_is_counted_as_a_second_policy(folder: Path, plan: Plan) -> None:
+    plain, head, model = (
+        plan(folder, f"--gpus 8xH200 {flags}")[1]["layouts"][0]["bytes_by_part"]
+        for flags in ("", "--recipe ppo --critic head", "--recipe ppo")
+    )
+    for part in ("parameters", "gradients", "optimizer states"):
+        assert (head[part], model[part]) == (plain[part], 2 * plain[part])
+
+
 @pytest.mark.parametrize(
     ("flags", "error"),
     [

@@ -18,7 +18,7 @@ from torch import nn
 
 from agentrl.chat.model_folder import model_context_length
 from agentrl.config.load import Configs
-from agentrl.config.schema import AdapterConfig, LossConfig, MemoryConfig, ModelConfig
+from agentrl.config.schema import AdapterConfig, CriticConfig, LossConfig, MemoryConfig, ModelConfig
 from agentrl.distributed.expert_parallel import find_experts
 from agentrl.distributed.mesh import Layout
 from agentrl.distributed.pipeline_stages import assign_model_layers
@@ -93,6 +93,20 @@ def reference_parameters(configs: Configs, model: PlannedModel) -> int:
         return 0 if configs[AdapterConfig].lora_rank else model.parameters
     folder = Path(config.reference_model)
     module = _empty(folder, config.trust_remote_code, flag="--reference_model")
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def critic_parameters(configs: Configs, model: PlannedModel) -> int:
+    """Return the numbers in the critic's own model; 0 without one, and of a head, which is tiny.
+
+    Raises ModelError for a ``--critic_model`` without a model.
+    """
+    config = configs[CriticConfig]
+    if config.critic != "model":
+        return 0
+    if config.critic_model is None:
+        return model.parameters
+    module = _empty(Path(config.critic_model), configs[ModelConfig].trust_remote_code, flag="--critic_model")
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -239,6 +253,8 @@ class StepSpec:
     options: ForwardOptions = field(default_factory=ForwardOptions)
     reference: float = 0.0
     """Numbers in a reference model, as a multiple of the model's."""
+    critic: float = 0.0
+    """Numbers in a critic's own model, which is trained and sharded like the policy, as a multiple of it."""
     fused_norms: bool = True
     """Norms run as one kernel: AMD's GPUs and CPUs run several."""
 
@@ -334,10 +350,11 @@ class _Rank:
         moments = 2 * trained * weight
         if spec.memory.optimizer_offload:  # those of one parameter at a time
             moments = min(moments, 2 * weight * self._model.largest / (layout.tp * layout.shard))
+        models = 1 + spec.critic
         return {
-            "parameters": parameters,
-            "gradients": numbers_of_gradients * weight,
-            "optimizer states": moments,
+            "parameters": models * parameters,
+            "gradients": models * numbers_of_gradients * weight,
+            "optimizer states": models * moments,
             "reference model": spec.reference * numbers * self._wide,
         }
 

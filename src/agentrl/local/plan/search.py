@@ -23,6 +23,7 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AdapterConfig,
     AgentConfig,
+    CriticConfig,
     EngineConfig,
     LossConfig,
     MemoryConfig,
@@ -391,6 +392,8 @@ class Search:
     configs: Configs
     reference_parameters: int = 0
     """Numbers in the reference model of the loss, which is sharded like the policy."""
+    critic_parameters: int = 0
+    """Numbers in the critic's own model, which is trained and sharded like the policy."""
     verdicts: list[FitVerdict] = field(default_factory=list)
     """The fastest first."""
     refused: dict[str, list[Layout]] = field(default_factory=dict)
@@ -486,6 +489,7 @@ class Search:
                 vocab_chunk_size=configs[MemoryConfig].loss_vocab_chunk_size or DEFAULT_VOCAB_CHUNK,
             ),
             reference=self.reference_parameters / self.model.parameters,
+            critic=self.critic_parameters / self.model.parameters,
             fused_norms=self.cluster.gpu.fuses_norms,
         )
 
@@ -619,7 +623,15 @@ def _given(configs: Configs) -> dict[str, Any]:
     planned |= {f"{name}_size" for name in DIMENSIONS} | {"model_name_or_path", "gradient_checkpointing"}
     return {
         name: value
-        for group in (ModelConfig, TrainConfig, MemoryConfig, AdapterConfig, LossConfig, OptimConfig)
+        for group in (
+            ModelConfig,
+            TrainConfig,
+            MemoryConfig,
+            AdapterConfig,
+            LossConfig,
+            OptimConfig,
+            CriticConfig,
+        )
         for name, value in vars(configs[group]).items()
         if name in configs.given and name not in planned
     }
@@ -642,6 +654,9 @@ def print_plan(console: Console, search: Search, services: PlannedServices | Non
     if search.reference_parameters:
         size = search.reference_parameters * search.precision.products.itemsize / _GIB
         console.print(Text(f"The reference model of the loss, {size:.2f} GiB, is sharded like the policy."))
+    if search.critic_parameters:
+        console.print(Text("The critic's own model is trained and sharded like the policy: weights, grads and"
+                           " moments are of both."))  # fmt: skip
     if model.alone:
         console.print(Text(f"The model has {model.alone}: each sequence runs alone, and nothing is merged."))
     fits = _fitting(search)

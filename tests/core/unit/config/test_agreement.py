@@ -190,7 +190,11 @@ def test_old_logprobs_of_versions_are_refused_where_none_could_be_computed(words
         ("--minimal_advantage 0.1", "--critic head with --minimal_advantage 0.1"),
         ("--min_score_spread 0.1", "--critic head with --min_score_spread 0.1"),
         ("--clamp_advantage_by_score true", "--critic head with --clamp_advantage_by_score true"),
+        ("--balance_sample true", "--critic head with --balance_sample true"),
+        ("--baseline window", "--critic head with --baseline window"),
+        ("--turn_discount 0.9", "--critic head with --turn_discount 0.9"),
         ("--staleness_policy decay --out_of_date_decay 0.5", "--critic head with --staleness_policy decay"),
+        ("--verify_data false", "--critic head with --verify_data false"),
     ],
 )
 def test_a_critic_needs_the_rewards_of_all_trajectories(flags: str, said: str) -> None:

@@ -24,14 +24,14 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import GROUPS, CriticConfig
 from agentrl.data import finalize_group
 from agentrl.data.stream import whitened
-from agentrl.distributed.mesh import Layout, single_process
+from agentrl.distributed.mesh import Layout, World, single_process
 from agentrl.documents.training import CheckpointState, DBRecordData
-from agentrl.errors import ConfigError, ModelError
+from agentrl.errors import AgentRLError, ConfigError, ModelError
 from agentrl.losses.value import value_losses
 from agentrl.model.value_head import VALUE_HEADS
 from agentrl.observe.metric_definitions import DEFINITIONS
 from agentrl.train import checkpoint
-from agentrl.train.build import build_trainer, check_critic
+from agentrl.train.build import build_trainer, check_critic, require_buildable
 from agentrl.train.controller import Controller, lead
 from agentrl.train.critic import Critic, explained
 from agentrl.train.lease import ThreadFence
@@ -275,6 +275,11 @@ def test_a_critic_of_another_model(base: Path, tmp_path: Path) -> None:
     (small / "config.json").write_text(config.replace('"vocab_size": 259', '"vocab_size": 300'))
     with pytest.raises(ModelError):
         trainer(base, "model", critic_model=str(small))
+    own = {"model_name_or_path": str(base), "critic": "model"}
+    with pytest.raises(ModelError, match="has 300 token ids, and the policy 259"):
+        require_buildable(configs(**own, critic_model=str(small)), World(torch.device("cpu")))
+    with pytest.raises(AgentRLError, match="typo"):
+        require_buildable(configs(**own, critic_model=str(tmp_path / "typo")), World(torch.device("cpu")))
 
 
 def configs(**flags: Any) -> Configs:
@@ -285,7 +290,7 @@ def test_a_layout_and_a_warm_up_that_cannot_train_are_refused_by_name() -> None:
     check_critic(configs(critic_warmup_steps=3, max_steps=4), Layout(tp=2, cp=2, dp_shard=2))
     with pytest.raises(ConfigError, match="--critic head with --pp_size 2"):
         check_critic(configs(), Layout(pp=2))
-    with pytest.raises(ConfigError, match="--critic_warmup_steps 4 with --max_steps 4"):
+    with pytest.raises(ConfigError, match="--critic_warmup_steps 4 in a run of 4 steps, by --max_steps"):
         check_critic(configs(critic_warmup_steps=4, max_steps=4), Layout())
 
 
@@ -308,6 +313,10 @@ class Halves(nn.Module):
         (lambda size: size, "returned 32, not a torch.nn.Module"),
         (lambda size: nn.Flatten(0), r"shape \[64\]"),
         (lambda size: nn.Linear(size, 1).requires_grad_(False), "nothing to train"),
+        (
+            lambda size: nn.Sequential(nn.Linear(size, 4).requires_grad_(False), nn.Linear(4, 1)),
+            "0.weight is not trained",
+        ),
         (lambda: None, "takes 0 positional arguments"),
     ],
 )
