@@ -28,6 +28,7 @@ SECTIONS: Final[dict[str, tuple[MetricDefinition, ...]]] = {
     "Reward": (
         _("reward", "mean score of every scored trajectory in the step's window of groups, trained or not", "score", "rises, with noise"),
         _("pass_rate", "share of those trajectories that pass", "0–1", "rises; near 0 or 1 little is learned"),
+        _("source_pass_rate", "`pass_rate` of each source of a [mixture](tasks.md#mixtures)", "0–1", "as `pass_rate`; it opens gates"),
         _("abandoned_fraction", "share of those trajectories that became no training data", "0–1", "below 0.5"),
         _("abandoned_groups", "share of the window's groups without training data, since their scores agree", "0–1", "below 0.5; above it, the tasks are too easy or too hard"),
         _("length_bias", "mean generated tokens of trained trajectories ÷ that of all scored ones in the window", "ratio", "near 1; below 0.8, long trajectories are lost"),

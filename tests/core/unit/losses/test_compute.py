@@ -24,7 +24,7 @@ from agentrl.losses.compute import (
     token_losses,
     weigh,
 )
-from agentrl.losses.loss import LOSSES, TokenBatch, TrajectoryMeans, k3
+from agentrl.losses.loss import LOSSES, TokenBatch, TrajectoryMeans, k3, largest_within
 from agentrl.losses.settings import LossSettings
 
 
@@ -266,6 +266,9 @@ def step(
     whole = Denominators(0, 0)
     for part in micro:
         whole = whole + Denominators(int(part.mask.sum()), len(part.row[part.mask].unique()))
+    if (values_of := settings.loss.bounds_mean_of) is not None:
+        limit = largest_within([values_of(part, settings) for part in micro])
+        micro = [replace(part, mean_limit=limit) for part in micro]
     shares = [
         reduce_losses(
             token_losses(part, settings).losses, part.mask, part.row, part.trajectories, whole, settings
