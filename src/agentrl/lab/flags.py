@@ -47,7 +47,7 @@ _TRAINING = frozenset({
 })  # fmt: skip
 
 
-GROUP_RULES = frozenset(flag_names(GroupConfig)) - {"columns"}
+GROUP_RULES = frozenset(flag_names(GroupConfig)) - {"columns", "baseline_versions"}
 """Flags by which a stored group is decided again; what it waited for is stored with it."""
 CHANGEABLE = (
     GROUP_RULES | _TRAINING | set(flag_names(LossConfig, CriticConfig, OptimConfig, MemoryConfig))

@@ -15,9 +15,10 @@ from agentrl.data.finalize_group import GroupRules, decide_stored
 from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS, Record
 from agentrl.documents.run import Relative
 from agentrl.documents.status import RecordStatus
-from agentrl.documents.task import record_task
+from agentrl.documents.task import CONVERSATIONS, record_task
 from agentrl.errors import ConfigError, GroupError, ScorerError, StoreError, TrainingError
 from agentrl.lab.flags import GROUP_RULES
+from agentrl.scoring.groups import ALONE
 from agentrl.scoring.scorers import score_context, stored_context
 from agentrl.store.client import Store
 from agentrl.store.groups import GroupOutcome, StoredGroup
@@ -79,7 +80,15 @@ class Regrouping:
                 hint="keep the rules and the Records as they are, or leave its step out (--steps)",
             )
         stored = GroupRules.of_group(summary)
-        config = replace(stored.config, **self.rules)
+        # A conversation is a group of one, whatever is changed of what compares trajectories.
+        kept = ALONE if group.task.epoch == CONVERSATIONS else {}
+        config = replace(stored.config, **{name: v for name, v in self.rules.items() if name not in kept})
+        if self.scorer is not None and config.baseline == "window":
+            raise TrainingError(
+                f"group {task_id} cannot be scored again by {self.scorer}: its --baseline window is a mean of"
+                " the scores that it had",
+                hint="add --baseline none, or keep the scores",
+            )
         keeps_filter = config.group_filter == stored.config.group_filter and self.scorer is None
         rules = replace(
             stored, config=config, recorded=False, filtered=stored.filtered if keeps_filter else None

@@ -105,15 +105,15 @@ def turn_rewards_agree(records: Sequence[Record], config: GroupConfig) -> bool:
 def turn_returns(record: Record, config: GroupConfig) -> list[float]:
     """Return Σ_k γ^k·r_(t+k) of the turn rewards r from each model call t on; empty without turn rewards.
 
-    γ is the discount: 0 leaves each call its own reward. Only calls that are trained count as steps.
+    γ is the discount: 0 leaves each call its own reward. Only calls that are trained count as steps: one that
+    is not keeps its own reward, and those before it get that undiscounted.
     """
     returns, later = list(record.turn_rewards), 0.0
-    if not returns:
-        return []
-    discount = config.discount
     for index in reversed(range(len(returns))):
-        later = returns[index] + later * (1.0 if index in record.untrained_calls else discount)
-        returns[index] = later
+        if index in record.untrained_calls:
+            later += returns[index]
+        else:
+            later = returns[index] = returns[index] + config.discount * later
     return returns
 
 
@@ -184,15 +184,21 @@ def _visits(
     groups: dict[tuple[str | None, str], list[tuple[str, int, float]]] = defaultdict(list)
     for record in records:
         turns, own, ended = record.turn_rewards, record.role_rewards, set[str | None]()
-        later: dict[str | None, float] = {}
-        for step in reversed(_trained_steps(record, steps)):
+        later: defaultdict[str | None, float] = defaultdict(float)
+        trained = {step.index: step for step in _trained_steps(record, steps)}
+        for index in reversed(range(max(len(turns), 1 + max(trained, default=-1)))):
+            step, roles = trained.get(index), record.call_roles
+            role = step.role if step else roles[index] if index < len(roles) else None
             # Follow each role that has a reward by itself, and all the others as one.
-            line = step.role if step.role in own else None
-            reward = turns[step.index] if step.index < len(turns) else 0.0
+            line = role if role in own else None
+            reward = turns[index] if index < len(turns) else 0.0
+            if step is None:  # no step of the policy: the step before gets its reward too
+                later[line] += reward
+                continue
             if line not in ended:
                 ended.add(line)
                 reward += rewards[record.id] if line is None else own[line]
-            later[line] = reward + config.discount * later.get(line, 0.0)
+            later[line] = reward + config.discount * later[line]
             if step.anchor is not None:
                 groups[step.role, step.anchor].append((record.id, step.index, later[line]))
     return list(groups.values())
@@ -622,12 +628,17 @@ class Decision:
         return RecordStatus.READY if self.abandoned_because is None else RecordStatus.ABANDONED
 
 
+ALONE: Mapping[str, Any] = {
+    "advantage": "reward", "min_score_spread": 0.0, "drop_zero_advantage": False, "minimal_advantage": 0.0,
+    "balance_sample": False, "step_advantage": "off", "baseline": "none",
+    "multi_objective_aggregation": "sum_then_normalize",
+}  # fmt: skip
+"""Flags of a group of one trajectory."""
+
+
 def alone(config: GroupConfig) -> GroupConfig:
     """Return the rules for a group of one trajectory, which nothing is compared with: A is its score."""
-    return replace(
-        config, advantage="reward", min_score_spread=0.0, drop_zero_advantage=False, minimal_advantage=0.0,
-        balance_sample=False, step_advantage="off", baseline="none",
-    )  # fmt: skip
+    return replace(config, **ALONE)
 
 
 def decide_group(
@@ -654,10 +665,10 @@ def decide_group(
     scored = [record for record in records if record.score is not None]
     gone = filtered or {}
     left = [record for record in scored if record.id not in gone]
-    if config.baseline == "window" and baseline is None:
+    if config.baseline == "window" and baseline is None and left:
         raise GroupError(
             "--baseline window needs the mean score of the window, which the group does not store",
-            hint="it was decided without: leave the flag out",
+            hint="it was decided without the flag, or given up before the mean was read: leave it as it is",
         )
     decided = {item.record_id: item for item in _decide(left, config, rng, steps or {}, baseline or 0.0)}
     return [decided.get(record.id) or abandon(record, gone[record.id]) for record in scored]

@@ -47,7 +47,7 @@ from agentrl.store.mechanics.lease import FREE, DocumentLease, after, after_back
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.records import read_records
 
-_WINDOW = 4096
+_WINDOW = 1024
 """Trajectories that a mean over many groups reads at most."""
 _UNSAMPLED = values((RecordStatus.CREATED, RecordStatus.RUNNING, RecordStatus.RELEASED))
 

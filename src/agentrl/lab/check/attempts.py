@@ -58,7 +58,14 @@ CHECKED_FIELDS = {
     "score_details.parts": {
         "$arrayToObject": {
             "$map": {
-                "input": {"$objectToArray": "$score_details.parts"}, "as": "part",
+                # A scorer of one's own may call anything its parts.
+                "input": {
+                    "$cond": [
+                        {"$eq": [{"$type": "$score_details.parts"}, "object"]},
+                        {"$objectToArray": "$score_details.parts"}, [],
+                    ]
+                },
+                "as": "part",
                 "in": {"k": "$$part.k", "v": {"weight": "$$part.v.weight", "score": "$$part.v.score"}},
             }
         }

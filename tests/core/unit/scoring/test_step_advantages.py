@@ -20,7 +20,7 @@ from agentrl.documents.model_call import DispatchedSamplingTask, FixedModelCall
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus
 from agentrl.errors import ConfigError
-from agentrl.scoring.groups import turn_returns
+from agentrl.scoring.groups import alone, turn_returns
 from agentrl.store.groups import GroupOutcome, StoredGroup
 
 TASK = made_task()
@@ -113,6 +113,22 @@ def test_turn_rewards_are_a_part_of_both_levels() -> None:
     assert totals(outcome) == [[0.25 + 0.25, 0.25], [-0.5, -0.25]]
 
 
+def test_the_reward_of_a_call_that_is_not_trained_comes_with_the_step_before() -> None:
+    rewarded, other = (Path(["s", "t"], 0.0, rewards, untrained=(1,)) for rewards in ([0.0, 1.0], [0.0, 0.0]))
+    assert totals(decide(rewarded, other, **GIGPO)) == [[0.5 + 0.25], [-0.5 - 0.25]]
+
+
+def test_without_a_discount_each_call_has_its_own_reward() -> None:
+    record = Path(["s"] * 3, 1.0, [0.0, 0.0, 1.0], untrained=(1,)).record(0)
+    assert turn_returns(record, GroupConfig()) == [0.0, 0.0, 1.0]
+    assert turn_returns(record, GroupConfig(turn_discount=0.5)) == [0.5, 0.0, 1.0]
+
+
+def test_a_conversation_is_compared_with_nothing() -> None:
+    for flags in (GIGPO, {"advantage": "grpo", "multi_objective_aggregation": "normalize_then_sum"}):
+        assert alone(GroupConfig(**flags)).advantage == "reward"
+
+
 def test_old_documents_have_no_states() -> None:
     old = Path([None, None], 1.0), Path([None, None], 0.0)
     assert totals(decide(*old, **GIGPO)) == [[0.5, 0.5], [-0.5, -0.5]]
@@ -153,7 +169,7 @@ def test_without_step_advantages_returns_at_one_position_are_compared() -> None:
     # The returns are 0.25, 0.5, 1 and 0.25, 0.5, which ended before the third call.
     assert totals(decide(*paths, advantage="dr_grpo", turn_discount=0.5)) == [[0.0, 0.0, 0.5], [0.0, 0.0]]
     half = GroupConfig(turn_discount=0.5)
-    assert turn_returns(replace(paths[0].record(0), untrained_calls=(1,)), half) == [0.5, 1.0, 1.0]
+    assert turn_returns(replace(paths[0].record(0), untrained_calls=(1,)), half) == [0.5, 0.0, 1.0]
     assert turn_returns(made_record(TASK, 0, 1.0), half) == []
 
 
