@@ -5,8 +5,8 @@ from __future__ import annotations
 from agentrl.config.training import OLD_LOGPROBS, OldLogprobs
 from agentrl.losses.loss import LOSSES
 
-_MASKS = ("icepop:0.5:4", "token_mask:0.5:3", "seq_mask:0.7:1.5", "seq_kl:0.6")
-_WEIGHTS = ("tis:1.5", "seq_tis:1.5", "tis:1.5,seq_mask:0.7:1.5", "seq_icepop:0:1.5,token_mask:0.5:3")
+_MASKS = ("icepop:0.5:4", "seq_icepop:0:1.5", "token_mask:0.5:3", "seq_mask:0.7:1.5", "seq_kl:0.6")
+_WEIGHTS = ("tis:1.5", "seq_tis:1.5", "tis:1.5,seq_mask:0.7:1.5", "seq_tis:1.5,token_mask:0.5:3")
 
 
 def corrections_of(loss: str, old_logprobs: str) -> tuple[str, ...]:

@@ -50,7 +50,11 @@ def move(case: Case) -> dict[str, Any]:
         before = device_bytes()
         trainer = _build(spec, policy, base, mesh, memory)
         moved: Any = SimpleNamespace(
-            model=trainer.parallel, frozen=trainer.frozen, optimizer=trainer.optimizer, memory=spec.memory
+            model=trainer.parallel,
+            frozen=trainer.frozen,
+            optimizer=trainer.optimizer,
+            memory=spec.memory,
+            critic=None,
         )
         found = {}
         trainer.train(1)

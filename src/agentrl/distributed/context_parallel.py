@@ -19,7 +19,6 @@ from agentrl.errors import ConfigError
 from agentrl.model.attention import (
     BLOCK,
     MaskLimits,
-    Segment,
     block_attention,
     check_call,
     check_compatibility,
@@ -29,7 +28,7 @@ from agentrl.model.attention import (
     split_segments,
 )
 from agentrl.model.logprobs import ForwardOptions, OutputHead, forest_logprobs
-from agentrl.model.path_attention import path_attention
+from agentrl.model.path_attention import Segment, path_attention
 from agentrl.model.routing import routing_input
 
 

@@ -31,12 +31,14 @@ SUFFIXES: Final = (".yml", ".yaml")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _HINT = "a mixture has sources: NAME: with path, and weight, gate, pools, task_preset, task_fields if needed"
 
+_ADDRESS = re.compile("(env|hf):")
+
 Share = Annotated[Number, Field(ge=0, le=1)]
 
 
 def is_mixture(path: str | Path) -> bool:
-    """Return whether a task source is a mixture of others."""
-    return str(path).endswith(SUFFIXES)
+    """Return whether a task source is a mixture of others: a file, not an address that names one."""
+    return str(path).endswith(SUFFIXES) and not _ADDRESS.match(str(path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

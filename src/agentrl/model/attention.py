@@ -16,7 +16,7 @@ without ancestors: plain causal attention.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -34,7 +34,7 @@ from agentrl.data.forest import Ints, TokenForest
 from agentrl.data.planner import SequenceRows
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model.flops import ModelShape
-from agentrl.model.path_attention import path_attention
+from agentrl.model.path_attention import Segment, path_attention
 from agentrl.model.routing import routing_input
 from agentrl.model.vision import forest_inputs
 
@@ -75,58 +75,6 @@ def check_call(module: Any, lacking: str | None, softcap: float | None, s_aux: T
         )
     if softcap is not None or s_aux is not None:
         raise ModelError(f"{name} caps its scores or has attention sinks", hint="use a model without them")
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """An unbranched run of tokens ``[start, end)``, each the parent of the next, and their ancestors."""
-
-    start: int
-    end: int
-    ancestors: tuple[tuple[int, int], ...]
-    """Token ranges from the root to the segment's parent; empty at a root."""
-
-    @property
-    def ancestor_count(self) -> int:
-        """Number of tokens on the path before the segment."""
-        return sum(end - start for start, end in self.ancestors)
-
-    @property
-    def path(self) -> list[tuple[int, int]]:
-        """Token ranges from the root to the segment's end; adjacent ranges are joined."""
-        return _adjacent_joined((*self.ancestors, (self.start, self.end)))
-
-    @property
-    def path_above(self) -> list[tuple[int, int]]:
-        """Token ranges of ``ancestors``; adjacent ranges are joined."""
-        return _adjacent_joined(self.ancestors)
-
-    @property
-    def mask_entries(self) -> int:
-        """Number of entries of its ``mask``; 0 without one."""
-        length = self.end - self.start
-        return length * (self.ancestor_count + length) if self.ancestors else 0
-
-    def mask(self, device: torch.device) -> Tensor | None:
-        """Return bool[m, ancestors + m], what its m queries see; None for plain causal attention."""
-        if not self.ancestors:
-            return None
-        before, length = self.ancestor_count, self.end - self.start
-        return torch.ones(length, before + length, dtype=torch.bool, device=device).tril(before)
-
-    def part(self, start: int, end: int) -> Segment:
-        """Return the tokens ``[start, end)`` of the segment; those before them are ancestors too."""
-        own = ((self.start, start),) if start > self.start else ()
-        return Segment(start, end, (*self.ancestors, *own))
-
-
-def _adjacent_joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    joined: list[tuple[int, int]] = []
-    for start, end in ranges:
-        if joined and joined[-1][1] == start:
-            start = joined.pop()[0]
-        joined.append((start, end))
-    return joined
 
 
 def split_segments(forest: TokenForest) -> list[Segment]:

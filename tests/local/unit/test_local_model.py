@@ -19,6 +19,7 @@ from agentrl.errors import ModelError
 from agentrl.local.engine import model
 from agentrl.local.engine.__main__ import run_local_server
 from agentrl.local.engine.scheduler import GenerationRequest, Scheduler
+from agentrl.model import reward_head
 
 # The check runs again with the weights as they are after loading.
 LOAD = """
@@ -70,6 +71,7 @@ def test_the_engine_runs_on_the_gpu_that_it_sees(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(model, "LocalModel", load)
+    monkeypatch.setattr(reward_head, "is_reward_model", lambda folder: False)
     with pytest.raises(Loaded, match=device):
         run_local_server("folder", **given)  # type: ignore[arg-type]
 

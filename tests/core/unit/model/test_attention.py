@@ -20,7 +20,6 @@ from agentrl.distributed.parallel_model import parallelize
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model import attention
 from agentrl.model.attention import (
-    Segment,
     SegmentPlan,
     block_kinds,
     build_executor,
@@ -34,6 +33,7 @@ from agentrl.model.attention import (
 )
 from agentrl.model.check_model import check_model
 from agentrl.model.logprobs import ForwardOptions
+from agentrl.model.path_attention import Segment
 from agentrl.train.build import enable_checkpointing
 
 
@@ -83,7 +83,7 @@ def test_masks_that_would_be_too_large_are_not_built(
     is_recomputed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "MASK_ENTRIES", 0)
-    monkeypatch.setattr(attention.Segment, "mask", None)
+    monkeypatch.setattr(Segment, "mask", None)
     model = tiny_model("qwen3")
     if is_recomputed:
         enable_checkpointing(model, "selective")
