@@ -27,6 +27,7 @@ from agentrl.columns.gold import GoldSlice, read_gold, watch_gold
 from agentrl.columns.outages import Outages
 from agentrl.columns.pool import bounded, owner_name
 from agentrl.config.agreement import sampler_settings
+from agentrl.config.flags import require
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
@@ -388,6 +389,7 @@ async def sample(configs: Configs) -> None:
         if tasks.train_file is not None:
             require_groups(groups, tasks.num_generations)
             read = await read_source(tasks.train_file, tasks, split=TRAIN_SPLIT, seed=run.seed)
+            _require_order(tasks.task_selection, bool(read.mixture))
         # Open it here, if the flags name the model: a start that is refused makes no run.
         is_named = configs[ModelConfig].model_name_or_path is not None
         chat_format = await open_format(None, configs) if is_named else None
@@ -398,11 +400,7 @@ async def sample(configs: Configs) -> None:
             await begin_model(store, configs[ModelConfig].model_name_or_path, "sample")
             if read is not None and tasks.train_file is not None:
                 await load_read_tasks(store, tasks.train_file, read)
-            if tasks.task_selection != ORDER and await store.mixtures.sources():
-                raise ConfigError(
-                    f"--task_selection is {tasks.task_selection}, and the tasks of the run are a mixture",
-                    hint="leave it out: the mixture's weights, gates and pools select the tasks",
-                )
+            _require_order(tasks.task_selection, bool(await store.mixtures.sources()))
             for line in await store.mixtures.unreachable(tasks.num_train_epochs):
                 logger.warning("%s", line)
             if sampling.resample_error_records:
@@ -442,6 +440,15 @@ async def sample(configs: Configs) -> None:
                 async with background(*jobs):
                     await sampler.run(stop, at_once)
                 limit.check()
+
+
+def _require_order(selection: str, is_mixed: bool) -> None:
+    """Raise ConfigError for another selection of tasks than a mixture's own."""
+    require(
+        selection == ORDER or not is_mixed,
+        f"--task_selection is {selection}, and the tasks of the run are a mixture",
+        "leave it out: the mixture's weights, gates and pools select the tasks",
+    )
 
 
 async def _find_concurrency(

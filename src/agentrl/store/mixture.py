@@ -132,9 +132,11 @@ class Mixtures(Repository):
         async def write() -> None:
             gate = await self._one(Gate, GATE, {"_id": ADMISSION}) or Gate()
             stored = {each.name: each for each in gate.sources}
+            # Keep the stored order: the credits that groups store are by it.
+            ordered = sorted(sources, key=lambda new: [*stored, new.name].index(new.name))
             merged = [
                 replace(stored.get(new.name, new), weight=new.weight, gate=new.gate, pools=new.pools)
-                for new in sources
+                for new in ordered
             ]
             if merged != [*gate.sources]:
                 changed = {"$set": {"sources": plain(merged)}}
@@ -188,6 +190,11 @@ class Mixtures(Repository):
     async def _any_plain(self) -> bool:
         plain_task = {"split": MIXED_SPLIT, "epoch": 0, "source": None}
         return await self._collection(TASK).find_one(plain_task, {"_id": 1}) is not None
+
+
+def _but(chosen: Sequence[tuple[str, object]]) -> Json:
+    """Return the filter of Tasks without those that an admission has chosen, which are not begun yet."""
+    return {"_id": {"$nin": [key for key, _ in chosen]}}
 
 
 def _listed(names: Collection[str]) -> str:
@@ -285,7 +292,7 @@ class MixtureSelection(Repository):
                 chosen.append((task["_id"], tuple(turns.credits.values())))
                 slots += task["generations"]
                 begun[name] += 1
-            elif not await self._waiting(name, 1, {}) and await self._epoch_is_due(name, epochs):
+            elif not await self._waiting(name, 1, _but(chosen)) and await self._epoch_is_due(name, epochs):
                 # Wait for its next epoch, which a sampler opens now: others would take its turns.
                 break
             else:  # nothing is left of it, or what it needs is down

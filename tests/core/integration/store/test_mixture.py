@@ -148,6 +148,23 @@ async def test_a_small_source_begins_its_next_epoch_while_a_large_one_is_in_its_
     assert await mixed.housekeeping.nothing_is_left()
 
 
+async def test_a_source_whose_epoch_ends_inside_an_admission_keeps_its_turns(
+    store: Store, tmp_path: Path
+) -> None:
+    mixed = Mixed(store, tmp_path, epochs=3)
+    await mixed.load("a: {path: a.jsonl}\n  b: {path: b.jsonl}", {"a": 2, "b": 20})
+    order = ""
+    while len(order) < 8:
+        claimed = await store.claims.claim(
+            split="train", owner="s", lease_seconds=60.0, max_groups_open=8, epochs=3
+        )
+        if claimed is not None:
+            order += str(claimed.task.source)
+        else:
+            assert await mixed.housekeeping.open_next_epoch()
+    assert order == "ab" * 4
+
+
 async def test_a_source_whose_server_is_down_is_left_out_and_does_not_catch_up(mixed: Mixed) -> None:
     await mixed.load("a: {path: a.jsonl}\n  b: {path: b.jsonl}", {"a": 20, "b": 20})
     await mixed.store.database["Task"].update_many({"source": "b"}, {"$set": {"tools": ["search"]}})
