@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from agentrl.base.concurrency import Deadline, current_deadline
 from agentrl.chat.chat_format import ChatFormat, Message, require_text_only
-from agentrl.chat.model_folder import read_chat_files
+from agentrl.chat.model_folder import model_context_length
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import AgentRLError, ConfigError, ModelError, ScorerError, judge
@@ -94,6 +94,7 @@ class RewardModel:
     chat_format: ChatFormat
     scale: RewardScale
     max_tokens: int
+    """Most tokens of a trajectory: those of the section, or the model's context if that is shorter."""
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -120,10 +121,13 @@ class RewardModel:
             raise ScorerError(f"the reward model cannot read it: {error.message}", hint=error.hint) from error
         excess = max(0, len(ids) - self.max_tokens)
         if excess and not self.section.truncate:
+            is_own = self.max_tokens == self.section.max_tokens
+            bound = "reward_model.max_tokens" if is_own else f"the context of {self.section.folder}"
+            more = "raise it, if the model and its server take more, or " if is_own else ""
             raise ScorerError(
-                f"the trajectory has {len(ids)} tokens, and the reward model reads {self.max_tokens}",
-                hint="raise reward_model.max_tokens, if the server takes more, or set reward_model.truncate:"
-                " true to leave out the beginning",
+                f"the trajectory has {len(ids)} tokens, and the reward model reads {self.max_tokens}:"
+                f" {bound}",
+                hint=f"{more}set reward_model.truncate: true to leave out the beginning",
             )
         return ids[excess:], excess
 
@@ -158,8 +162,7 @@ def _changed(folder: Path) -> tuple[int, ...]:
 @lru_cache(maxsize=4)
 def _open_folder(folder: Path, changed: tuple[int, ...]) -> tuple[ChatFormat, RewardScale | None, int | None]:
     chat_format = open_chat_format(folder, ModelConfig())
-    context = read_chat_files(folder).config.get("max_position_embeddings")
-    return chat_format, RewardScale.read(folder), context if isinstance(context, int) else None
+    return chat_format, RewardScale.read(folder), model_context_length(folder)
 
 
 @scorer(REWARD)

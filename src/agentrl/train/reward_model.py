@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from agentrl.chat.chat_format import ChatFormat, Message
+from agentrl.chat.model_folder import model_context_length
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.load import Configs, flag_names
 from agentrl.config.schema import (
@@ -61,7 +62,7 @@ from agentrl.train.build import build_trainer
 from agentrl.train.controller import Controller, follow
 from agentrl.train.sft import check_flags, read_lines, save, start, supervised, train_steps
 from agentrl.train.step import PolicyTrainer
-from agentrl.weights.folder import base_folder, read_config, stored_dtype
+from agentrl.weights.folder import base_folder, stored_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -454,7 +455,7 @@ def _split(groups: Sequence[PairGroup], fraction: float) -> tuple[list[PairGroup
 def _check_lengths(configs: Configs, base: Path, data: Sequence[DBRecordData]) -> None:
     """Raise ConfigError for a trajectory that no micro-batch, or not the model, takes."""
     longest = max(data, key=lambda item: item.tokens)
-    limits = [("the context of the model", read_config(base).get("max_position_embeddings"))]
+    limits = [("the context of the model", model_context_length(base))]
     if torch.accelerator.is_available():  # on a CPU the limit is raised to the longest
         limits.append(("--max_tokens", configs[TrainConfig].max_tokens))
     for name, limit in limits:

@@ -116,6 +116,19 @@ async def test_a_long_trajectory_is_refused_or_loses_its_beginning(server: FakeL
     assert result.details["left_out_tokens"] == len(IDS) - 20
 
 
+async def test_the_limit_is_the_context_with_its_rotary_scaling_and_is_named(server: FakeLLM) -> None:
+    path = config_of(server, max_tokens=200_000)
+    config = Path(str(server.folder)) / "model" / "config.json"
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    values = {"model_type": "qwen3", "max_position_embeddings": 40960, "rope_scaling": scaling}
+    config.write_text(json.dumps(values))
+    assert RewardModel.open(path).max_tokens == 131072
+    config.write_text('{"model_type": "qwen3", "max_position_embeddings": 16}')
+    with pytest.raises(ScorerError, match="reads 16: the context of") as found:
+        await scored(path)
+    assert "raise" not in str(found.value.hint)
+
+
 @pytest.mark.parametrize(
     ("messages", "says"),
     [
