@@ -83,6 +83,21 @@ async def test_a_forward_pass_takes_what_fits(folder: Path, monkeypatch: pytest.
     assert sum(sizes) == 5
 
 
+async def test_a_reward_that_is_no_number_is_refused_by_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = server_of(folder)
+    monkeypatch.setattr(server, "rewards", lambda batch: [float("nan")] * len(batch))
+    app = server.app()
+    async with (
+        app.router.lifespan_context(app),
+        httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://t") as client,
+    ):
+        reply = await client.post("/classify", json={"input_ids": [1, 2, 3]})
+    assert reply.status_code == 400
+    assert "reward for these 3 tokens is nan" in reply.text
+
+
 def test_the_example_of_the_agent_config_names_its_settings() -> None:
     text = Path("assets/agent_config_example.yml").read_text(encoding="utf-8")
     begin = text.index("# reward_model:")

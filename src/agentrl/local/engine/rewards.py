@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -88,8 +89,12 @@ class RewardServer:
         reward: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.append((ids, reward))
         self._arrived.set()
+        value = await reward
+        if not math.isfinite(value):
+            # Refuse it by name: JSON has no NaN, and a failure of the server would count as an outage.
+            raise BadRequestError(f"the model's reward for these {len(ids)} tokens is {value}")
         meta = {"id": uuid.uuid4().hex, "prompt_tokens": len(ids), **self._about}
-        return JSONResponse({"embedding": [await reward], "meta_info": meta})
+        return JSONResponse({"embedding": [value], "meta_info": meta})
 
     async def health(self, _: Request) -> Response:
         """Return 200."""
@@ -136,7 +141,7 @@ class RewardServer:
                     reward.set_result(value)
 
     def _next_batch(self) -> list[tuple[list[int], asyncio.Future[float]]]:
-        """Take the requests that fit into a forward pass, but those that nobody waits for any more."""
+        """Take the requests that fit into a forward pass."""
         batch: list[tuple[list[int], asyncio.Future[float]]] = []
         most, tokens = self._limits
         while self._waiting and len(batch) < most:
