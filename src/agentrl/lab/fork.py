@@ -204,7 +204,8 @@ class Fork(Repository):
         """
         inherited = await self._used_tasks(step, steps)
         gate = await self._one(Gate, GATE, {"_id": ADMISSION}) or Gate()
-        last = _last_epochs(inherited, [source.name for source in gate.sources])
+        names = [source.name for source in gate.sources]
+        last = _last_epochs(inherited, names) if names else {}
 
         def is_copied(epoch: int, source: str | None) -> bool:
             return source is None or epoch <= last.get(source, 0)
